@@ -156,9 +156,13 @@ fn ours(kind: DeviceKind, ring: Ring, case: Case, sources: &[Vec<u8>], repeats: 
         parameters.load(|_| next.next().map(Vec::as_slice), Transfer::new())
     };
     let samples = Samples::collect(repeats, 1, load, || device.synchronize(device.deadline()))?;
-    let (flat, last) = (parameters.flat(), sources.last().map(Vec::as_slice).unwrap_or_default());
-    let held = flat.read_range(flat.len() - COMPARED, COMPARED)?;
-    if !last.ends_with(bytemuck::cast_slice(&held)) {
+    let (region, last) = (parameters.regions()[0], sources.last().map(Vec::as_slice).unwrap_or_default());
+    let mut held = Vec::new();
+    region.for_each_piece(region.bytes() - COMPARED * size_of::<f32>()..region.bytes(), &mut |piece| {
+        held.extend_from_slice(piece);
+        Ok(())
+    })?;
+    if !last.ends_with(&held) {
         return Err("the device does not hold what was uploaded".into());
     }
     Ok(samples)

@@ -143,14 +143,16 @@ pub mod memory {
 /// Settings of optimizers, the optimizer SGD, and own update rules.
 pub mod optim {
     pub use stepscope_train::{
-        Decay, ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule, UpdateTicket,
+        Decay, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments, UpdateArguments, UpdateRule,
+        UpdateTicket,
     };
 }
 
 /// Entries of a [`ParameterSpec`] and their initial values.
 pub mod parameters {
     pub use stepscope_core::{
-        FrozenType, Initializer, MatrixWeights, Nf4Matrix, ParameterEntry, ParameterSpecBuilder, StackedParameters,
+        AnyBuffer, FrozenType, Initializer, LentMasters, LentState, MasterType, MatrixWeights, Nf4Matrix,
+        ParameterEntry, ParameterSpecBuilder, RegionContents, StackedParameters, StateType,
     };
 }
 

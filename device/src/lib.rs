@@ -40,6 +40,7 @@ pub use half::bf16;
 pub mod activations;
 pub mod block;
 pub mod broadcast;
+pub mod companded;
 pub mod exps;
 #[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod flat;
@@ -54,6 +55,7 @@ pub mod pointwise_op;
 pub mod qkv_layout;
 pub mod rescale;
 pub mod row_chunk;
+pub mod split;
 #[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod stored;
 #[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
@@ -108,6 +110,7 @@ mod entries {
     pub mod scalars;
     pub mod sgd;
     pub mod softmax;
+    pub mod split_masters;
     pub mod strided;
     pub mod sum_parts;
     pub mod tokens;

@@ -13,6 +13,8 @@
 //! Invariant: the four elements of a vector belong to one group. A group is given for whole runs of
 //! [`RUN`] elements, and a vector starts at a multiple of four.
 
+use crate::companded::{self, Code};
+use crate::split::SplitMasters;
 use crate::vector::{F4, VectorPart, load};
 use cuda_std::GpuFloat;
 use half::bf16;
@@ -65,6 +67,148 @@ impl Weights {
     pub fn copies(elements: usize, has_bf16: u32, copy: usize) -> Result<(), cuda_std::launch::Violation> {
         cuda_std::launch::Violation::unless_length("copy", if has_bf16 == 0 { 0 } else { elements }, copy)
     }
+}
+
+/// The type in which weights are stored between updates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MasterType {
+    /// f32, 4 bytes for each weight.
+    F32,
+    /// [Split masters](crate::split), 3 bytes for each weight: a BF16, which products read, and a
+    /// correction of 8 bits. Together they have 24 bits.
+    Split,
+}
+
+/// The type in which an optimizer stores what it keeps for each weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateType {
+    /// f32, 4 bytes for each weight.
+    F32,
+    /// [8 bits](crate::companded), with a scale for each run of 64: 1.0625 bytes for each weight.
+    Bits8,
+}
+
+impl StateType {
+    /// The words in which the state of a run of 64 weights is stored.
+    pub const fn run_words(self) -> usize {
+        match self {
+            Self::F32 => RUN,
+            Self::Bits8 => companded::RUN_WORDS,
+        }
+    }
+
+    /// Loads four numbers of a state from `index` on.
+    ///
+    /// # Safety
+    /// `state` is valid for reads of the run of `index`, a multiple of four.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load(self, state: *const u32, index: usize, code: Code) -> F4 {
+        // SAFETY: the caller guarantees that the run may be read.
+        unsafe {
+            match self {
+                Self::F32 => F4::load_raw(state.cast::<f32>(), index),
+                Self::Bits8 => companded::load4(state, index, code),
+            }
+        }
+    }
+
+    /// Writes four numbers of a state from `index` on.
+    ///
+    /// # Safety
+    /// `state` is valid for reads and writes of the run of `index`, a multiple of four. The lanes
+    /// that have the run call it together, after they have read the run.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store(self, values: F4, state: *mut u32, index: usize, code: Code) {
+        // SAFETY: the caller guarantees that the run may be written, by its lanes together.
+        unsafe {
+            match self {
+                Self::F32 => values.store(state.cast::<f32>(), index),
+                Self::Bits8 => companded::store4(values, state, index, code),
+            }
+        }
+    }
+}
+
+/// The weights that a kernel updates, whatever their type. Those of [`MasterType::F32`] are
+/// `weights`, with a copy in `halves` if `has_bf16` is not 0. Those of [`MasterType::Split`] are
+/// `halves` and `corrections`.
+#[derive(Clone, Copy)]
+pub struct Masters {
+    /// The type of the weights.
+    pub stored: MasterType,
+    /// The weights in f32.
+    pub weights: *mut f32,
+    /// A flag: not 0 if f32 weights have a copy.
+    pub has_bf16: u32,
+    /// The copy of f32 weights, or the halves of split masters.
+    pub halves: *mut bf16,
+    /// The corrections of split masters.
+    pub corrections: *mut u32,
+}
+
+impl Masters {
+    fn split(self) -> SplitMasters {
+        SplitMasters { halves: self.halves, corrections: self.corrections }
+    }
+
+    fn f32(self) -> Weights {
+        Weights { weights: self.weights, copy: self.halves, has_bf16: self.has_bf16 }
+    }
+
+    /// Loads four weights from `index` on.
+    ///
+    /// # Safety
+    /// The weights may be read, and `index` is a multiple of four.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load(self, index: usize) -> F4 {
+        // SAFETY: the caller guarantees that the weights may be read.
+        unsafe {
+            match self.stored {
+                MasterType::F32 => self.f32().load(index, VectorPart::Whole),
+                MasterType::Split => self.split().load(index),
+            }
+        }
+    }
+
+    /// Writes four new weights from `index` on.
+    ///
+    /// # Safety
+    /// The weights may be written, and `index` is a multiple of four.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store(self, weights: F4, index: usize) {
+        // SAFETY: the caller guarantees that the weights may be written.
+        unsafe {
+            match self.stored {
+                MasterType::F32 => self.f32().store(weights, index, VectorPart::Whole),
+                MasterType::Split => self.split().store(weights, index),
+            }
+        }
+    }
+}
+
+/// Checks the lengths of weights of `elements` for a contract: whole runs, in the arguments of
+/// their type only.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn masters(
+    stored: MasterType,
+    elements: usize,
+    (weights, has_bf16): (usize, u32),
+    (halves, corrections): (usize, usize),
+) -> Result<(), cuda_std::launch::Violation> {
+    use cuda_std::launch::Violation;
+    Violation::unless_aligned("gradients", elements, RUN)?;
+    let expected = match (stored, has_bf16) {
+        (MasterType::F32, 0) => [elements, 0, 0],
+        (MasterType::F32, _) => [elements, elements, 0],
+        (MasterType::Split, _) => [0, elements, elements / F4::LEN],
+    };
+    let names = ["weights", "halves", "corrections"];
+    let lengths = [weights, halves, corrections];
+    (0..names.len()).try_for_each(|at| Violation::unless_length(names[at], expected[at], lengths[at]))
 }
 
 /// Returns the factor that scales gradients with this squared global norm to a norm of at most

@@ -58,7 +58,7 @@ impl Trace {
         self.file.add(format!("{update}.label"), [labels.len()], &labels);
         self.file.add(format!("{update}.loss"), [1], &[loss]);
         if update == 0 {
-            self.add_all("weight", state, &state.parameters.flat().read()?);
+            self.add_all("weight", state, &state.parameters.read_flat()?);
         }
         self.add_all("gradient", state, &state.gradients.flat().read()?);
         Ok(())
@@ -70,7 +70,7 @@ impl Trace {
     /// When the device fails or the file cannot be written.
     pub(crate) fn after_update<M>(&mut self, state: &TrainState<M>) -> Result<bool> {
         self.updates += 1;
-        self.add_all("weight", state, &state.parameters.flat().read()?);
+        self.add_all("weight", state, &state.parameters.read_flat()?);
         self.file.write(&self.path)?;
         Ok(self.updates == UPDATES)
     }

@@ -16,6 +16,7 @@ use stepscope::nn::Linear;
 use stepscope::ops::{self, Precision};
 use stepscope::optim::{ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule};
 use stepscope::parameters::ParameterEntry;
+use stepscope::parameters::{MasterType, StateType};
 use stepscope::prelude::*;
 use stepscope::upload::NonFinite;
 
@@ -49,6 +50,8 @@ struct Setup<R> {
     no_decay: fn(&ParameterEntry) -> bool,
     precision: Precision,
     has_copy: bool,
+    masters: MasterType,
+    moments: StateType,
     dropout: Option<u64>,
     watches: bool,
     shards: usize,
@@ -89,6 +92,8 @@ impl<R: UpdateRule + Clone> Setup<R> {
             no_decay: ParameterGroups::is_gain_bias_or_embedding,
             precision: Precision::F32,
             has_copy: false,
+            masters: MasterType::F32,
+            moments: StateType::F32,
             dropout: None,
             watches: true,
             shards: 4,
@@ -107,7 +112,8 @@ impl<R: UpdateRule + Clone> Setup<R> {
         let hidden = Linear::new(spec.at("hidden"), INPUTS, self.hidden);
         let head = Linear::new(spec.at(self.head), self.hidden, 3);
         let model = Classifier { hidden, head, drops: self.dropout.is_some() };
-        let mut state = TrainState::new(device, model, &spec.build()?, self.seed, self.rule.clone())?;
+        let spec = spec.build()?.with_masters(self.masters).with_state(self.moments);
+        let mut state = TrainState::new(device, model, &spec, self.seed, self.rule.clone())?;
         state.monitored = self.watches.then_some(head.weight);
         if self.rule.has_groups() {
             state = state.with_parameter_groups(&ParameterGroups::new().no_decay(self.no_decay))?;
@@ -255,6 +261,9 @@ fn train_settings_are_compared() {
     refuses(&base, &with(|setup| setup.precision = Precision::Tf32), 1, &["precision", "compute capability"]);
     let names = ["BF16 copy of the weights", "compute capability"];
     refuses(&base, &with(|setup| setup.has_copy = true), 2, &names);
+    let names = ["master weights", "BF16 copy of the weights"];
+    refuses(&base, &with(|setup| setup.masters = MasterType::Split), 1, &names);
+    refuses(&base, &with(|setup| setup.moments = StateType::Bits8), 0, &["type of the optimizer's state"]);
     refuses(&base, &with(|setup| setup.dropout = Some(1)), 3, &["dropout's seed"]);
     let (one, other) = (with(|setup| setup.dropout = Some(1)), with(|setup| setup.dropout = Some(2)));
     refuses(&one, &other, 0, &["dropout's seed"]);

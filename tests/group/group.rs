@@ -17,17 +17,17 @@ use stepscope::train::Ended;
 #[test]
 fn rank_count_keeps_bits() {
     let batches = uneven();
-    for more in [false, true] {
-        let one = train_ranks(Plan { ranks: 1, shards: 8, captured: false, more }, &batches, None);
+    for (more, small) in [(false, false), (true, false), (false, true), (true, true)] {
+        let one = train_ranks(Plan { ranks: 1, shards: 8, captured: false, more, small }, &batches, None);
         assert!(one.0[3].loss < 0.9 * one.0[0].loss, "the loss must fall: {:?}", one.0);
         assert!(one.0.iter().all(|update| update.monitored_l2.is_some_and(|norm| norm > 0.0)));
         for ranks in [1, 2, 4, 8] {
             for captured in [false, true] {
-                let plan = Plan { ranks, shards: 8, captured, more };
+                let plan = Plan { ranks, shards: 8, captured, more, small };
                 assert!(train_ranks(plan, &batches, None) == one, "{plan:?}");
             }
         }
-        let other = train_ranks(Plan { ranks: 1, shards: 4, captured: false, more }, &batches, None);
+        let other = train_ranks(Plan { ranks: 1, shards: 4, captured: false, more, small: false }, &batches, None);
         assert!(other.1 != one.1, "the number of shards must change a run's results");
     }
 }
@@ -36,7 +36,7 @@ fn rank_count_keeps_bits() {
 fn one_shard_matches_no_group() {
     let batches = uneven();
     for more in [false, true] {
-        let plan = Plan { ranks: 1, shards: 1, captured: false, more };
+        let plan = Plan { ranks: 1, shards: 1, captured: false, more, small: false };
         let alone = train(plan, &Device::open(DeviceKind::Emulated).unwrap(), None, &batches, None).unwrap();
         assert!(train_ranks(plan, &batches, None) == alone);
         assert!(train_ranks(Plan { captured: true, ..plan }, &batches, None) == alone);
@@ -55,7 +55,7 @@ fn gradients_sum_in_one_shard_tree() {
         }
     }
     let batch = &batches(|_| 4)[0];
-    let plan = |ranks| Plan { ranks, shards: PARTS, captured: false, more: false };
+    let plan = |ranks| Plan { ranks, shards: PARTS, captured: false, more: false, small: false };
     let device = Device::open(DeviceKind::Emulated).unwrap();
     // The gradient of each shard by itself. The loss is divided by 64 samples and not by 4, so
     // these bits are an exact sixteenth.
@@ -91,7 +91,7 @@ fn gradients_sum_in_one_shard_tree() {
 #[test]
 fn checkpoints_resume_with_other_ranks() {
     let batches = uneven();
-    let plan = |ranks| Plan { ranks, shards: 8, captured: ranks % 2 == 0, more: true };
+    let plan = |ranks| Plan { ranks, shards: 8, captured: ranks % 2 == 0, more: true, small: false };
     let (_, whole, _) = train_ranks(plan(2), &batches, None);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint.safetensors");
@@ -115,7 +115,7 @@ fn stop_on_one_rank_stops_all() {
     let batches = uneven();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint.safetensors");
-    let plan = Plan { ranks: 4, shards: 4, captured: true, more: false };
+    let plan = Plan { ranks: 4, shards: 4, captured: true, more: false, small: false };
     let ended = on_ranks((DeviceKind::Emulated, 4), DEADLINE, |device, group| {
         let (flag, rank) = (AtomicBool::new(false), group.rank());
         let mut arena = arena(device);
@@ -141,7 +141,7 @@ fn mismatched_shards_are_refused() {
     let batch = &batches(|_| 2)[0];
     let joined = Barrier::new(2);
     let outcomes = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |device, group| {
-        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
+        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false, small: false };
         let refused = |made: Result<_>, word: &str| {
             let error = made.map(drop).unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
@@ -176,7 +176,7 @@ fn one_update(kind: DeviceKind, plan: &FaultPlan, deadline: Duration) -> (Vec<Re
     let batch = &batches(|_| 2)[0];
     let start = Instant::now();
     let outcomes = on_ranks_with(kind, &[FaultPlan::new(), plan.clone()], deadline, |device, group| {
-        let way = Plan { ranks: 2, shards: 4, captured: false, more: false };
+        let way = Plan { ranks: 2, shards: 4, captured: false, more: false, small: false };
         let mut arena = arena(device);
         let mut trainer = Trainer::eager(&mut arena, way.state(device)?.in_group(&group, 4)?);
         trainer.update(batch)?;
@@ -237,7 +237,9 @@ fn device_wait_meets_group_deadline() {
             let (rank, faults) = (config.rank(), if config.rank() == 0 { plan.clone() } else { FaultPlan::new() });
             let device = Device::builder(DeviceKind::Emulated).deadline(DEADLINE).layer(faults).open()?;
             let group = Group::join(&device, &config.deadline(PEER_TIMEOUT))?;
-            let state = Plan { ranks: 2, shards: 4, captured, more: false }.state(&device)?.in_group(&group, 4)?;
+            let state = Plan { ranks: 2, shards: 4, captured, more: false, small: false }
+                .state(&device)?
+                .in_group(&group, 4)?;
             let mut arena = arena(&device);
             let mut trainer = match captured {
                 true => Trainer::captured(&mut arena, state, &batch[0])?,
@@ -268,7 +270,7 @@ fn link_ends_when_a_rank_fails() {
     let plans = [FaultPlan::new(), FaultPlan::new()];
     let updated = Barrier::new(2);
     let outcomes = on_ranks_with(DeviceKind::Emulated, &plans, DEADLINE, |device, group| {
-        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false };
+        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false, small: false };
         let mut batch = batches(|_| 2).swap_remove(0);
         let mut arena = arena(device);
         let mut trainer = Trainer::eager(&mut arena, plan.state(device)?.in_group(&group, 4)?);
@@ -299,7 +301,7 @@ mod two_gpus {
     fn gpu_groups_match_emulator_bits() {
         let batches = uneven();
         for more in [false, true] {
-            let plan = |ranks, captured| Plan { ranks, shards: 8, captured, more };
+            let plan = |ranks, captured| Plan { ranks, shards: 8, captured, more, small: false };
             let want = train_ranks(plan(2, false), &batches, None);
             for ranks in [1, 2] {
                 for captured in [false, true] {
@@ -321,7 +323,7 @@ mod two_gpus {
     #[ignore = "needs two NVIDIA GPUs"]
     fn checkpoint_resumes_on_other_devices() {
         let batches = uneven();
-        let plan = |ranks| Plan { ranks, shards: 8, captured: true, more: true };
+        let plan = |ranks| Plan { ranks, shards: 8, captured: true, more: true, small: false };
         let (_, whole, _) = train_ranks(plan(1), &batches, None);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("checkpoint.safetensors");

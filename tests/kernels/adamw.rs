@@ -6,7 +6,7 @@ use crate::support::{Random, bits, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, assert_same, trial};
 use kernels::adamw::slot;
-use kernels::update::RUN;
+use kernels::update::{MasterType, RUN};
 use stepscope::{Device, Tensor, bf16, ops};
 
 /// Returns no BF16 copy, for weights without one.
@@ -258,5 +258,11 @@ attack! {
     adamw::adamw {
         weights: out 9, copy: out_halves 9, has_bf16: number 1_u32, gradients: f32s 9, m: out 9, v: out 9,
         hyper: f32s 16, groups: u32s 1, squared_norm: f32s 1,
+    }
+    adamw::adamw_small by formats {
+        weights: out if formats.0 == MasterType::F32 { 128 } else { 0 }, has_bf16: number 1_u32,
+        halves: out_halves 128, corrections: out_u32 if formats.0 == MasterType::F32 { 0 } else { 32 },
+        gradients: f32s 128, m: out_u32 2 * formats.1.run_words(), v: out_u32 2 * formats.1.run_words(),
+        hyper: f32s 16, groups: u32s 2, squared_norm: f32s 1,
     }
 }

@@ -7,7 +7,7 @@ use crate::support::{Random, bits, on_each_device};
 use crate::tolerance::{Closeness, Exact};
 use crate::trial::{assert_refused, trial};
 use kernels::sgd::slot;
-use kernels::update::RUN;
+use kernels::update::{MasterType, RUN};
 use stepscope::{Device, ops};
 
 /// Weights, gradients and velocity, all of one length.
@@ -189,5 +189,11 @@ attack! {
     sgd::sgd {
         weights: out 9, copy: out_halves 9, has_bf16: number 1_u32, gradients: f32s 9, velocity: out 9,
         hyper: f32s 10, groups: u32s 1, squared_norm: f32s 1,
+    }
+    sgd::sgd_small by formats {
+        weights: out if formats.0 == MasterType::F32 { 128 } else { 0 }, has_bf16: number 1_u32,
+        halves: out_halves 128, corrections: out_u32 if formats.0 == MasterType::F32 { 0 } else { 32 },
+        gradients: f32s 128, velocity: out_u32 2 * formats.1.run_words(),
+        hyper: f32s 10, groups: u32s 2, squared_norm: f32s 1,
     }
 }

@@ -134,3 +134,14 @@ pub(crate) fn narrow<S: stepscope::tensor::Stored>(values: &[f32]) -> Vec<S> {
 pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
+
+/// Waits, and returns the words of a buffer.
+pub(crate) fn words(buffer: stepscope::parameters::AnyBuffer<'_>) -> Vec<u32> {
+    let mut bytes = Vec::new();
+    let mut add = |piece: &[u8]| {
+        bytes.extend_from_slice(piece);
+        Ok(())
+    };
+    buffer.for_each_piece(0..buffer.bytes(), &mut add).unwrap();
+    bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word)).collect()
+}

@@ -13,6 +13,7 @@ use stepscope::check::faults::FaultPlan;
 use stepscope::group::{Group, GroupConfig};
 use stepscope::nn::{Linear, Mlp};
 use stepscope::optim::{ParameterGroups, Schedule};
+use stepscope::parameters::{MasterType, StateType};
 use stepscope::prelude::*;
 use stepscope::train::{Observer, Update};
 
@@ -45,6 +46,8 @@ pub(crate) struct Plan {
     pub(crate) captured: bool,
     /// Enables dropout and a BF16 copy of the weights.
     pub(crate) more: bool,
+    /// Stores weights as split masters and moments in 8 bits.
+    pub(crate) small: bool,
 }
 
 impl Plan {
@@ -56,7 +59,11 @@ impl Plan {
         let schedule = Schedule::cosine(2, 10, 0.1);
         let config = AdamW { learning_rate: 0.002, clip: Some(0.05), schedule, ..AdamW::default() };
         let head = model.head.weight;
-        let state = TrainState::new(device, model, &spec.build()?, 7, config)?.with_monitored(head);
+        let mut spec = spec.build()?;
+        if self.small {
+            spec = spec.with_masters(MasterType::Split).with_state(StateType::Bits8);
+        }
+        let state = TrainState::new(device, model, &spec, 7, config)?.with_monitored(head);
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
         let state = state.with_parameter_groups(&groups)?;
         if self.more { state.with_dropout(11)?.with_bf16_copy() } else { Ok(state) }

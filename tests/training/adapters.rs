@@ -69,7 +69,7 @@ fn layers(device: &Device, dropout: f32) -> Layers {
 /// Separate products drop elements of their own inputs, each with the numbers of the next call.
 fn run<S: Activation>(layers: &Layers, whole: bool, residual: bool) -> [Vec<f32>; 4] {
     let Layers { layer, separate, parameters, .. } = layers;
-    let device = parameters.flat().device();
+    let device = parameters.device();
     let mut gradients = Gradients::zeros(parameters).unwrap();
     let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
     let mut random = Random::new(11);

@@ -10,7 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
-use crate::support::{Random, bits, on_each_device};
+use crate::support::{Random, bits, on_each_device, words};
 use stepscope::error::Quantity;
 use stepscope::optim::Schedule;
 use stepscope::parameters::Initializer;
@@ -77,8 +77,8 @@ impl Training {
 
     /// Returns the weights and both moments, as bits, and the number of updates.
     fn state(&self) -> ([Vec<u32>; 3], u64) {
-        let [first, second] = self.optimizer.state() else { panic!("the optimizer's state has two moments") };
-        ([self.parameters.flat(), first, second].map(|flat| bits(&flat.read().unwrap())), self.optimizer.updates())
+        let [first, second] = self.optimizer.state()[..] else { panic!("the optimizer's state has two moments") };
+        ([self.parameters.regions()[0], first, second].map(words), self.optimizer.updates())
     }
 
     fn save(&self, path: &Path) -> Result<()> {
@@ -223,7 +223,7 @@ on_each_device! {
         checkpoint.restore_with(&mut restored, None, Transfer::new().non_finite(NonFinite::Allow)).unwrap();
         assert_eq!(bits(&restored.read(handle).unwrap()), bits(&values));
         // The padding after a parameter is zero, whatever was restored.
-        assert!(restored.flat().read().unwrap()[values.len()..].iter().all(|value| value.to_bits() == 0));
+        assert!(restored.read_flat().unwrap()[values.len()..].iter().all(|value| value.to_bits() == 0));
     }
 }
 

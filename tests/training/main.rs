@@ -18,6 +18,7 @@ mod frozen;
 mod nn;
 mod params;
 mod run_lock;
+mod small_memory;
 mod state_dict;
 mod trainer;
 mod two_states;

@@ -179,7 +179,7 @@ on_each_device! {
                 Ok([step.read(y.value())?, step.read(dropped.value())?])
             })
             .unwrap();
-        let table = parameters.flat().read().unwrap();
+        let table = parameters.read_flat().unwrap();
         let want: Vec<f32> = ids.iter().flat_map(|&id| table[id as usize * 5..][..5].to_vec()).collect();
         assert_eq!(bits(&rows), bits(&want));
         let zeros = dropped.iter().filter(|&&y| y == 0.0).count();

@@ -61,7 +61,7 @@ on_each_device! {
             "ln.bias", "ln.weight", "mlp.down_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "norm.weight", "scalegain",
             "wte.weight",
         ]);
-        let ours = parameters.flat().read().unwrap();
+        let ours = parameters.read_flat().unwrap();
         let entry = |name: &str| spec.entries().iter().find(|entry| entry.name() == name).unwrap();
         // The queries of grouped heads, and the keys and values that two of them share, next to
         // each other.
@@ -115,12 +115,12 @@ on_each_device! {
             assert_eq!(half.data(), expected.as_flattened(), "{name}");
         }
         assert_eq!(rounded.len(), file.len());
-        let ours = parameters.flat().read().unwrap();
+        let ours = parameters.read_flat().unwrap();
         let expected: Vec<f32> = ours.iter().map(|&value| bf16::from_f32(value).to_f32()).collect();
         assert_ne!(ours, expected);
         let mut other = Parameters::new(device, &spec, 8).unwrap();
         stepscope::files::load_state_dict(&mut other, &halves).unwrap();
-        assert_eq!(other.flat().read().unwrap(), expected);
+        assert_eq!(other.read_flat().unwrap(), expected);
 
         // Every other tensor from each file.
         let tensors = file.names().into_iter().enumerate().map(|(number, name)| {
@@ -129,7 +129,7 @@ on_each_device! {
         std::fs::write(&mixed, safetensors::serialize(tensors, None).unwrap()).unwrap();
         let mut other = Parameters::new(device, &spec, 8).unwrap();
         stepscope::files::load_state_dict(&mut other, &mixed).unwrap();
-        let got = other.flat().read().unwrap();
+        let got = other.read_flat().unwrap();
         for entry in spec.entries() {
             let is = |values: &[f32]| got[entry.range()] == values[entry.range()];
             assert!(is(&ours) || is(&expected), "{}", entry.name());
@@ -165,7 +165,7 @@ on_each_device! {
             let error = stepscope::files::load_state_dict(&mut parameters, &path).unwrap_err().to_string();
             assert!(error.contains(&format!("`w`: expected F32 or BF16 [3], got {dtype:?} [3]")), "{error}");
         }
-        assert_eq!(parameters.flat().read().unwrap()[..3], [1.0; 3]);
+        assert_eq!(parameters.read_flat().unwrap()[..3], [1.0; 3]);
     }
 
     /// Non-finite numbers are neither written nor read, and no option allows it.

@@ -4,9 +4,11 @@
 //! Invariant: everything that changes from step to step is in the `hyper` slot on the device, so a
 //! captured launch can be replayed.
 
-use crate::update::{Weights, clip_factor, group_settings};
+use crate::block::own_index;
+use crate::companded::Code;
+use crate::update::{MasterType, Masters, RUN, StateType, Weights, clip_factor, group_settings};
 use crate::vector::{F4, VectorPart, load};
-use crate::{contract, for_own_vector};
+use crate::{contract, family, for_own_vector};
 use cuda_std::{GpuFloat, prelude::*};
 use half::bf16;
 
@@ -92,6 +94,68 @@ contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.gradients.len())
 }}
 
+family! {
+    /// Runs the step of [`adamw`], on weights and moments that take less memory. Shapes:
+    /// `gradients`: `[n]`, whole runs of 64 elements, `weights`, `has_bf16`, `halves`,
+    /// `corrections`: see [`Masters`], `m`, `v`: `[n / 64, words of a run]`, see [`StateType`], the
+    /// others as there. Updates the weights, `m` and `v`.
+    adamw_small(formats: (MasterType, StateType) as FORMATS) {
+        adamw_f32_bits8 = (MasterType::F32, StateType::Bits8);
+        adamw_split_f32 = (MasterType::Split, StateType::F32);
+        adamw_split_bits8 = (MasterType::Split, StateType::Bits8);
+    }
+    unsafe fn(
+        weights: *mut f32,
+        has_bf16: u32,
+        halves: *mut bf16,
+        corrections: *mut u32,
+        gradients: &[f32],
+        m: *mut u32,
+        v: *mut u32,
+        hyper: &[f32],
+        groups: &[u32],
+        squared_norm: &[f32],
+    ) {
+        let index = own_index();
+        if index >= gradients.len() {
+            return;
+        }
+        let (stored, state) = FORMATS;
+        let masters = Masters { stored, weights, has_bf16, halves, corrections };
+        // SAFETY: there are whole runs of elements, so the vector and its run lie inside all
+        // arrays, and the lanes of a run are here together. `groups` is empty or has the group of
+        // the run. `group_settings` returns an index at which `hyper` has a whole group's settings.
+        unsafe {
+            let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
+            let settings = Settings::load(hyper, start, squared_norm);
+            let g = F4::load(gradients, index) * F4::splat(settings.clip * known);
+            let old = (state.load(m, index, Code::Signed), state.load(v, index, Code::Squares));
+            let (w, m_new, v_new) = settings.step(masters.load(index), g, old);
+            masters.store(w, index);
+            state.store(m_new, m, index, Code::Signed);
+            state.store(v_new, v, index, Code::Squares);
+        }
+    }
+    // SAFETY: a thread accesses only the four elements from its own index on that lie inside
+    // `gradients`, and the run of the state in which they lie. There are whole runs, and 16 lanes
+    // next to each other, which start at a multiple of 16, have each. The arrays of weights have
+    // the lengths of their type, `m` and `v` the words of all runs, and `groups` is empty or has a
+    // group for each run. It reads `hyper` only at a whole group's settings: those of the first
+    // group, if the element's group does not exist.
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
+        let (elements, (stored, state)) = (k.gradients.len(), FORMATS);
+        crate::update::masters(
+            stored, elements, (k.weights.len(), k.has_bf16), (k.halves.len(), k.corrections.len())
+        )?;
+        let words = Size::of(elements / RUN).times(state.run_words());
+        Violation::unless_length("m", words, k.m.len())?;
+        Violation::unless_length("v", words, k.v.len())?;
+        crate::update::grouped(elements, k.groups.len(), k.hyper.len(), slot::LEN)?;
+        Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
+        crate::block::vector_grid(elements)
+    }
+}
+
 /// A group's settings, in the form that the update uses.
 #[derive(Clone, Copy)]
 struct Settings {
@@ -129,6 +193,17 @@ impl Settings {
             }
         }
     }
+
+    /// Returns the new weights and moments for the clipped gradients `g`.
+    #[inline(always)]
+    fn step(self, w_old: F4, g: F4, (m_old, v_old): (F4, F4)) -> (F4, F4, F4) {
+        let Self { beta1, beta2, epsilon, decay_factor, step_size, sqrt_bias_correction2, .. } = self;
+        let m_new = m_old.fma(F4::splat(1.0 - beta1), g - m_old);
+        let v_new = (v_old * F4::splat(beta2)).fma(F4::splat(1.0 - beta2) * g, g);
+        let direction = m_new / (v_new.sqrt() / F4::splat(sqrt_bias_correction2) + F4::splat(epsilon));
+        let w = (w_old * F4::splat(decay_factor)).fma(F4::splat(-step_size), direction);
+        (w, m_new, v_new)
+    }
 }
 
 /// Updates the thread's vector.
@@ -146,17 +221,13 @@ unsafe fn update(
     index: usize,
     part: VectorPart,
 ) {
-    let Settings { beta1, beta2, epsilon, decay_factor, step_size, sqrt_bias_correction2, clip } = settings;
     // SAFETY: the caller guarantees that the vector lies inside each array.
     unsafe {
-        let g = F4::load_part(gradients, index, part, 0.0) * F4::splat(clip);
+        let g = F4::load_part(gradients, index, part, 0.0) * F4::splat(settings.clip);
         let m_old = F4::load_part_raw(m, index, part, 0.0);
         let v_old = F4::load_part_raw(v, index, part, 0.0);
         let w_old = weights.load(index, part);
-        let m_new = m_old.fma(F4::splat(1.0 - beta1), g - m_old);
-        let v_new = (v_old * F4::splat(beta2)).fma(F4::splat(1.0 - beta2) * g, g);
-        let direction = m_new / (v_new.sqrt() / F4::splat(sqrt_bias_correction2) + F4::splat(epsilon));
-        let w = (w_old * F4::splat(decay_factor)).fma(F4::splat(-step_size), direction);
+        let (w, m_new, v_new) = settings.step(w_old, g, (m_old, v_old));
         weights.store(w, index, part);
         m_new.store_part(m, index, part);
         v_new.store_part(v, index, part);

@@ -4,9 +4,11 @@
 //! Invariant: everything that changes from step to step is in the `hyper` slot on the device, so a
 //! captured launch can be replayed.
 
-use crate::update::{Weights, clip_factor, group_settings};
+use crate::block::own_index;
+use crate::companded::Code;
+use crate::update::{MasterType, Masters, RUN, StateType, Weights, clip_factor, group_settings};
 use crate::vector::{F4, VectorPart, load};
-use crate::{contract, for_own_vector};
+use crate::{contract, family, for_own_vector};
 use cuda_std::prelude::*;
 use half::bf16;
 
@@ -84,6 +86,64 @@ contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
     crate::block::vector_grid(k.gradients.len())
 }}
 
+family! {
+    /// Runs the step of [`sgd`], on weights and a velocity that take less memory. Shapes:
+    /// `gradients`: `[n]`, whole runs of 64 elements, `weights`, `has_bf16`, `halves`,
+    /// `corrections`: see [`Masters`], `velocity`: `[n / 64, words of a run]`, see [`StateType`],
+    /// the others as there. Updates the weights and `velocity`.
+    sgd_small(formats: (MasterType, StateType) as FORMATS) {
+        sgd_f32_bits8 = (MasterType::F32, StateType::Bits8);
+        sgd_split_f32 = (MasterType::Split, StateType::F32);
+        sgd_split_bits8 = (MasterType::Split, StateType::Bits8);
+    }
+    unsafe fn(
+        weights: *mut f32,
+        has_bf16: u32,
+        halves: *mut bf16,
+        corrections: *mut u32,
+        gradients: &[f32],
+        velocity: *mut u32,
+        hyper: &[f32],
+        groups: &[u32],
+        squared_norm: &[f32],
+    ) {
+        let index = own_index();
+        if index >= gradients.len() {
+            return;
+        }
+        let (stored, state) = FORMATS;
+        let masters = Masters { stored, weights, has_bf16, halves, corrections };
+        // SAFETY: there are whole runs of elements, so the vector and its run lie inside all
+        // arrays, and the lanes of a run are here together. `groups` is empty or has the group of
+        // the run. `group_settings` returns an index at which `hyper` has a whole group's settings.
+        unsafe {
+            let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
+            let settings = Settings::load(hyper, start, squared_norm);
+            let g = F4::load(gradients, index) * F4::splat(settings.clip * known);
+            let (w, new) = settings.step(masters.load(index), g, state.load(velocity, index, Code::Signed));
+            masters.store(w, index);
+            state.store(new, velocity, index, Code::Signed);
+        }
+    }
+    // SAFETY: a thread accesses only the four elements from its own index on that lie inside
+    // `gradients`, and the run of the velocity in which they lie. There are whole runs, and 16
+    // lanes next to each other, which start at a multiple of 16, have each. The arrays of weights
+    // have the lengths of their type, `velocity` the words of all runs, and `groups` is empty or
+    // has a group for each run. It reads `hyper` only at a whole group's settings: those of the
+    // first group, if the element's group does not exist.
+    contract unsafe { block: crate::block::BLOCK, shared: 0 } |k| {
+        let (elements, (stored, state)) = (k.gradients.len(), FORMATS);
+        crate::update::masters(
+            stored, elements, (k.weights.len(), k.has_bf16), (k.halves.len(), k.corrections.len())
+        )?;
+        let words = Size::of(elements / RUN).times(state.run_words());
+        Violation::unless_length("velocity", words, k.velocity.len())?;
+        crate::update::grouped(elements, k.groups.len(), k.hyper.len(), slot::LEN)?;
+        Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
+        crate::block::vector_grid(elements)
+    }
+}
+
 /// A group's settings, in the form that the update uses.
 #[derive(Clone, Copy)]
 struct Settings {
@@ -113,6 +173,17 @@ impl Settings {
             }
         }
     }
+
+    /// Returns the new weights and velocity for the clipped gradients.
+    #[inline(always)]
+    fn step(self, w_old: F4, clipped: F4, velocity_old: F4) -> (F4, F4) {
+        let Self { learning_rate, momentum, weight_decay, nesterov, .. } = self;
+        let g = clipped.fma(F4::splat(weight_decay), w_old);
+        let velocity_new = g.fma(F4::splat(momentum), velocity_old);
+        let ahead = g.fma(F4::splat(momentum), velocity_new);
+        let direction = if nesterov { ahead } else { velocity_new };
+        (w_old.fma(F4::splat(-learning_rate), direction), velocity_new)
+    }
 }
 
 /// Updates the thread's vector.
@@ -129,16 +200,12 @@ unsafe fn update(
     index: usize,
     part: VectorPart,
 ) {
-    let Settings { learning_rate, momentum, weight_decay, nesterov, clip } = settings;
     // SAFETY: the caller guarantees that the vector lies inside each array.
     unsafe {
         let w_old = weights.load(index, part);
         let velocity_old = F4::load_part_raw(velocity, index, part, 0.0);
-        let g = (F4::load_part(gradients, index, part, 0.0) * F4::splat(clip)).fma(F4::splat(weight_decay), w_old);
-        let velocity_new = g.fma(F4::splat(momentum), velocity_old);
-        let ahead = g.fma(F4::splat(momentum), velocity_new);
-        let direction = if nesterov { ahead } else { velocity_new };
-        let w = w_old.fma(F4::splat(-learning_rate), direction);
+        let g = F4::load_part(gradients, index, part, 0.0) * F4::splat(settings.clip);
+        let (w, velocity_new) = settings.step(w_old, g, velocity_old);
         weights.store(w, index, part);
         velocity_new.store_part(velocity, index, part);
     }

@@ -6,6 +6,7 @@ use crate::device::{DeferredFree, Device};
 use crate::error::{Error, Result};
 use crate::launch::launch_on;
 use crate::tensor::{Element, Memory};
+use half::bf16;
 use kernels::fill::fill;
 use sha2::{Digest, Sha256};
 use std::marker::PhantomData;
@@ -129,6 +130,63 @@ impl<T: Element> Buffer<T> {
             hash.update(bytemuck::cast_slice::<T, u8>(&piece?));
             Ok(())
         })
+    }
+}
+
+/// A buffer of any type of elements.
+#[derive(Clone, Copy, Debug)]
+pub enum AnyBuffer<'b> {
+    /// A buffer of f32.
+    F32(&'b Buffer<f32>),
+    /// A buffer of BF16.
+    Bf16(&'b Buffer<bf16>),
+    /// A buffer of u32, or of what is packed into them.
+    U32(&'b Buffer<u32>),
+}
+
+impl AnyBuffer<'_> {
+    /// Returns the bytes that the buffer owns.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32(buffer) => buffer.bytes(),
+            Self::Bf16(buffer) => buffer.bytes(),
+            Self::U32(buffer) => buffer.bytes(),
+        }
+    }
+
+    /// Returns the whole buffer as words, to be moved bit by bit. The caller must hold a borrow of
+    /// the buffer as long as it uses the result.
+    pub fn words(self) -> Memory<f32> {
+        match self {
+            Self::F32(buffer) => buffer.memory(),
+            Self::Bf16(buffer) => buffer.memory().words().cast(),
+            Self::U32(buffer) => buffer.memory().cast(),
+        }
+    }
+
+    /// Passes the bytes of a range to `each`, piece by piece. Waits for each piece.
+    pub fn for_each_piece(self, bytes: Range<usize>, each: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        fn run<T: Element>(
+            buffer: &Buffer<T>,
+            bytes: Range<usize>,
+            each: &mut dyn FnMut(&[u8]) -> Result<()>,
+        ) -> Result<()> {
+            // The last element may be packed, and only partly in the range.
+            let elements = bytes.start / size_of::<T>()..bytes.end.div_ceil(size_of::<T>());
+            let mut left = bytes.len();
+            buffer.pieces(elements).try_for_each(|piece| {
+                let piece = piece?;
+                let piece: &[u8] = bytemuck::cast_slice(&piece);
+                let piece = &piece[..left.min(piece.len())];
+                left -= piece.len();
+                each(piece)
+            })
+        }
+        match self {
+            Self::F32(buffer) => run(buffer, bytes, each),
+            Self::Bf16(buffer) => run(buffer, bytes, each),
+            Self::U32(buffer) => run(buffer, bytes, each),
+        }
     }
 }
 

@@ -46,7 +46,7 @@ mod tape;
 mod tensor;
 mod upload;
 
-pub use buffer::Buffer;
+pub use buffer::{AnyBuffer, Buffer};
 pub use capture::{CaptureInputs, CaptureReport, Captured, DeviceBatch, HostInputs, InputKey, Output, Record, Replay};
 pub use cuda_std::launch as kernel;
 pub use tape::{AnyVar, Backward, Op, RecomputeInput, Tape, Var};
@@ -69,8 +69,8 @@ pub use indices::{IndexSource, Indices, OnDevice};
 pub use initializer::Initializer;
 pub use non_finite::NonFinite;
 pub use params::{
-    FrozenType, Gradients, MatrixWeights, Nf4Matrix, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder,
-    Parameters, StackedParameters,
+    FrozenType, Gradients, LentMasters, LentState, MasterType, MatrixWeights, Nf4Matrix, Parameter, ParameterEntry,
+    ParameterSpec, ParameterSpecBuilder, Parameters, RegionContents, StackedParameters, StateType,
 };
 pub use preconditions::IndexBound;
 pub use ptx::{PtxBuild, PtxCompiler};

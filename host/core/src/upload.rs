@@ -173,7 +173,12 @@ pub(crate) struct Content<'c> {
 impl<'c> Content<'c> {
     /// Describes the bytes that `fill` writes, which are the same each time it is called.
     pub(crate) fn new<T: Element>(memory: Memory<T>, fill: &'c Fill<'c>, name: &'c Name<'c>) -> Self {
-        Self { memory: memory.bytes(), element_bytes: size_of::<T>(), fill, name }
+        Self::of_bytes(memory.bytes(), size_of::<T>(), fill, name)
+    }
+
+    /// Describes bytes like [`Content::new`], of elements of this size.
+    pub(crate) fn of_bytes(memory: Memory<u8>, element_bytes: usize, fill: &'c Fill<'c>, name: &'c Name<'c>) -> Self {
+        Self { memory, element_bytes, fill, name }
     }
 
     fn bytes(&self) -> usize {

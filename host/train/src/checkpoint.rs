@@ -8,17 +8,20 @@
 
 #![forbid(unsafe_code)]
 
-use crate::optim::{Optimizer, UpdateRule};
+use crate::optim::{Optimizer, State, UpdateRule};
 use crate::tensors::{NamedTensor, Tensors, header};
+use kernels::companded::RUN_WORDS;
+use kernels::update::RUN;
 use safetensors::tensor::Dtype;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::io::{self, BufWriter, Seek, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use stepscope_core::internals::{PIECE_BYTES, all_finite, hex, replace_file_by, short, sweep};
+use stepscope_core::internals::{PIECE_BYTES, all_finite, hex, is_finite, replace_file_by, short, sweep};
 use stepscope_core::{
-    Buffer, Error, NonFinite, ParameterEntry, ParameterSpec, Parameters, Quantity, Result, Shape, Transfer,
+    AnyBuffer, Error, MasterType, NonFinite, ParameterEntry, ParameterSpec, Parameters, Quantity, Result, StateType,
+    Transfer, bf16,
 };
 
 pub(crate) const FORMAT: &str = "stepscope.format";
@@ -31,6 +34,10 @@ const FIRST_OPTIMIZER: &str = "adamw";
 /// The note with the digest of the frozen weights, which the file does not contain. Files of models
 /// without frozen weights lack it.
 const FROZEN: &str = "stepscope.frozen_sha256";
+/// The note that names the types of the weights and of the optimizer's state, if they are not f32.
+const STORED: &str = "stepscope.stored";
+/// The prefix of the corrections of split masters.
+const CORRECTION: &str = "correction.";
 /// The most updates that a file may claim, so that further counting cannot overflow.
 const MOST_UPDATES: u64 = u64::MAX >> 1;
 /// The note with the digest, which detects a damaged file.
@@ -85,7 +92,7 @@ impl Checkpoint {
         path: impl AsRef<Path>,
         parameters: &Parameters,
         optimizer: Option<&Optimizer<dyn UpdateRule>>,
-        state: &[Buffer<f32>],
+        state: &[State],
         notes: &[(&str, String)],
         non_finite: NonFinite,
     ) -> Result<()> {
@@ -97,13 +104,19 @@ impl Checkpoint {
         if let Some(digest) = parameters.frozen_sha256()? {
             notes.insert(FROZEN.into(), digest);
         }
-        let mut parts = parts(spec, "", Quantity::Weight, parameters.flat());
+        if let Some(stored) = stored(spec) {
+            notes.insert(STORED.into(), stored);
+        }
+        let mut parts = Vec::new();
+        for (prefix, region) in ["", CORRECTION].into_iter().zip(parameters.regions()) {
+            parts.extend(self::parts(spec, prefix, Quantity::Weight, region));
+        }
         if let Some(optimizer) = optimizer {
             optimizer.check_spec(spec)?;
             notes.insert(UPDATES.into(), optimizer.updates().to_string());
             notes.insert(OPTIMIZER.into(), optimizer.name().into());
             for (prefix, state) in optimizer.prefixes().into_iter().zip(state) {
-                parts.extend(self::parts(spec, &prefix, Quantity::OptimizerState, state));
+                parts.extend(self::parts(spec, &prefix, Quantity::OptimizerState, state.buffer()));
             }
         }
         let file = NewFile { path: path.as_ref(), parts, non_finite, update: optimizer.map(Optimizer::updates) };
@@ -192,7 +205,9 @@ impl Checkpoint {
     ) -> Result<()> {
         let spec = parameters.spec().clone();
         self.check_frozen(parameters)?;
-        let weights = self.region(&spec, "")?;
+        self.check_stored(&spec)?;
+        let regions = ["", CORRECTION].into_iter().zip(parameters.regions());
+        let weights = regions.map(|(prefix, region)| self.region(&spec, prefix, region)).collect::<Result<Vec<_>>>()?;
         let state = match &optimizer {
             None => None,
             Some(optimizer) => {
@@ -208,22 +223,46 @@ impl Checkpoint {
                     )
                 })?;
                 self.check_optimizer(optimizer.name())?;
-                let region = |prefix: String| Ok((self.region(&spec, &prefix)?, prefix));
-                Some((number, optimizer.prefixes().into_iter().map(region).collect::<Result<Vec<_>>>()?))
+                let region = |(prefix, state): (String, _)| Ok((self.region(&spec, &prefix, state)?, prefix));
+                let regions = optimizer.prefixes().into_iter().zip(optimizer.state()).map(region);
+                Some((number, regions.collect::<Result<Vec<_>>>()?))
             }
         };
         let update = state.as_ref().map(|(updates, _)| *updates);
-        let check = |what, prefix: &str, region: &[&[u8]]| {
-            transfer.allowed().check((update, what), spec.finite_bytes(prefix, region))
+        let check = |what, prefix: &str, region: &[&[u8]], stored: Stored| {
+            transfer.allowed().check((update, what), stored.first_not_finite(&spec, prefix, region))
         };
-        check(Quantity::Weight, "", &weights)?;
-        for (region, prefix) in state.iter().flat_map(|(_, state)| state) {
-            check(Quantity::OptimizerState, prefix, region)?;
+        let stored = |region| Stored::of(&spec, region);
+        for ((prefix, region), bytes) in ["", CORRECTION].into_iter().zip(parameters.regions()).zip(&weights) {
+            check(Quantity::Weight, prefix, bytes, stored(region))?;
         }
-        let others = optimizer.zip(state).into_iter().flat_map(|(optimizer, (updates, state))| {
-            optimizer.restore(updates).iter_mut().zip(state.into_iter().map(|(region, _)| region))
-        });
+        if let (Some(optimizer), Some((_, state))) = (&optimizer, &state) {
+            for ((bytes, prefix), region) in state.iter().zip(optimizer.state()) {
+                check(Quantity::OptimizerState, prefix, bytes, stored(region))?;
+            }
+        }
+        let others: Vec<_> = match optimizer.zip(state) {
+            None => Vec::new(),
+            Some((optimizer, (updates, state))) => {
+                let regions = optimizer.restore(updates).iter_mut().zip(state);
+                regions.map(|(state, (sources, _))| state.contents(&spec, sources)).collect()
+            }
+        };
         parameters.overwrite(weights, others, transfer)
+    }
+
+    /// Returns an error unless the file stores weights and state as the model does.
+    fn check_stored(&self, spec: &ParameterSpec) -> Result<()> {
+        let (saved, ours) = (self.tensors.notes().get(STORED), stored(spec));
+        if saved == ours.as_ref() {
+            return Ok(());
+        }
+        let [saved, ours] = [saved, ours.as_ref()]
+            .map(|stored| stored.map_or("weights and state in f32".into(), |stored| short(stored).to_string()));
+        let reason = format!(
+            "was saved with {saved}, but the model has {ours}: resume with the setting of memory with which the run began"
+        );
+        Err(Error::file(&self.path, reason))
     }
 
     /// Returns an error unless the model has the frozen weights with which the file was saved.
@@ -251,14 +290,105 @@ impl Checkpoint {
         Err(Error::OtherOptimizer { path: self.path.clone(), expected, got: short(got).to_string() })
     }
 
-    /// Returns the bytes of the tensors whose names start with `prefix`, one per parameter.
-    fn region(&self, spec: &ParameterSpec, prefix: &str) -> Result<Vec<&[u8]>> {
+    /// Returns the bytes of the tensors of a region whose names start with `prefix`, one per
+    /// parameter.
+    fn region(&self, spec: &ParameterSpec, prefix: &str, region: AnyBuffer<'_>) -> Result<Vec<&[u8]>> {
+        let stored = Stored::of(spec, region);
         let bytes = |entry: &ParameterEntry| {
             let name = format!("{prefix}{}", entry.name());
-            let found = self.tensors.expect(&name, entry.shape().extents(), &[Dtype::F32]);
+            let found = self.tensors.expect(&name, &stored.extents(entry), &[stored.dtype()]);
             found.map(|(bytes, _)| bytes).map_err(|reason| Error::file(&self.path, reason))
         };
         spec.entries().iter().map(bytes).collect()
+    }
+}
+
+/// Returns the types of the weights and the state, if they are not f32.
+fn stored(spec: &ParameterSpec) -> Option<String> {
+    let (masters, state) = (spec.masters(), spec.state());
+    let named = format!("{masters:?} masters and {state:?} state").to_lowercase();
+    ((masters, state) != (MasterType::F32, StateType::F32)).then_some(named)
+}
+
+/// The type in which a file has a region.
+#[derive(Clone, Copy, PartialEq)]
+enum Stored {
+    F32,
+    Bf16,
+    /// The corrections of split masters, a byte for each weight.
+    Correction,
+    /// Runs of state in 8 bits: words of codes, and the scale.
+    Bits8,
+}
+
+impl Stored {
+    fn of(spec: &ParameterSpec, region: AnyBuffer<'_>) -> Self {
+        match region {
+            AnyBuffer::F32(_) => Self::F32,
+            AnyBuffer::Bf16(_) => Self::Bf16,
+            AnyBuffer::U32(_) if region.bytes() == spec.elements() => Self::Correction,
+            AnyBuffer::U32(_) => Self::Bits8,
+        }
+    }
+
+    fn dtype(self) -> Dtype {
+        match self {
+            Self::F32 => Dtype::F32,
+            Self::Bf16 => Dtype::BF16,
+            Self::Correction => Dtype::I8,
+            Self::Bits8 => Dtype::U32,
+        }
+    }
+
+    /// The bytes of 64 elements.
+    fn run_bytes(self) -> usize {
+        match self {
+            Self::F32 => RUN * size_of::<f32>(),
+            Self::Bf16 => RUN * size_of::<bf16>(),
+            Self::Correction => RUN,
+            Self::Bits8 => RUN_WORDS * size_of::<u32>(),
+        }
+    }
+
+    /// The extents of a parameter's tensor in the file.
+    fn extents(self, entry: &ParameterEntry) -> Vec<usize> {
+        match self {
+            Self::Bits8 => vec![entry.shape().elements().div_ceil(RUN), RUN_WORDS],
+            _ => entry.shape().extents().to_vec(),
+        }
+    }
+
+    /// True if all numbers of a part of a tensor are finite. The part begins at a word, byte
+    /// `first` of the tensor.
+    fn is_finite(self, first: usize, part: &[u8]) -> bool {
+        match self {
+            Self::F32 => all_finite(part),
+            Self::Bf16 => part.as_chunks().0.iter().all(|&half| bf16::from_le_bytes(half).is_finite()),
+            Self::Correction => true,
+            Self::Bits8 => {
+                let words = (first / size_of::<u32>()..).zip(part.as_chunks().0);
+                let mut scales = words.filter(|(at, _)| at % RUN_WORDS == RUN_WORDS - 1);
+                scales.all(|(_, &scale)| is_finite(f32::from_le_bytes(scale)))
+            }
+        }
+    }
+
+    /// Finds the first parameter that is not finite in a region, lazily.
+    fn first_not_finite(
+        self,
+        spec: &ParameterSpec,
+        prefix: &str,
+        region: &[&[u8]],
+    ) -> impl Iterator<Item = (String, bool)> {
+        let all = match self {
+            // All processors take part.
+            Self::F32 => Some(spec.finite_bytes(prefix, region)),
+            _ => None,
+        };
+        let first = move || region.iter().position(|bytes| !self.is_finite(0, bytes));
+        let named = move |at: usize| (format!("{prefix}{}", spec.entries()[at].name()), false);
+        let others = (self != Self::F32).then(|| std::iter::once_with(first).flatten().map(named));
+        all.into_iter().flatten().chain(others.into_iter().flatten())
     }
 }
 
@@ -266,27 +396,40 @@ impl Checkpoint {
 struct SavedTensor<'p> {
     name: String,
     quantity: Quantity,
-    shape: Shape,
-    buffer: &'p Buffer<f32>,
-    range: Range<usize>,
+    stored: Stored,
+    extents: Vec<usize>,
+    region: AnyBuffer<'p>,
+    bytes: Range<usize>,
 }
 
 impl SavedTensor<'_> {
-    fn pieces(&self) -> impl Iterator<Item = Result<Vec<f32>>> {
-        self.buffer.pieces(self.range.clone())
+    /// Passes the tensor's bytes to `each`, piece by piece, with true if they are finite.
+    fn for_each_piece(&self, each: &mut dyn FnMut(&[u8], bool) -> Result<()>) -> Result<()> {
+        let mut first = 0;
+        self.region.for_each_piece(self.bytes.clone(), &mut |piece| {
+            let finite = self.stored.is_finite(first, piece);
+            first += piece.len();
+            each(piece, finite)
+        })
     }
 }
 
-/// Returns the tensors of a buffer on a device.
-fn parts<'p>(spec: &ParameterSpec, prefix: &str, quantity: Quantity, buffer: &'p Buffer<f32>) -> Vec<SavedTensor<'p>> {
-    let part = |entry: &ParameterEntry| SavedTensor {
+/// Returns the tensors of a region on a device.
+fn parts<'p>(
+    spec: &ParameterSpec,
+    prefix: &str,
+    quantity: Quantity,
+    region: AnyBuffer<'p>,
+) -> impl Iterator<Item = SavedTensor<'p>> {
+    let stored = Stored::of(spec, region);
+    spec.entries().iter().map(move |entry| SavedTensor {
         name: format!("{prefix}{}", entry.name()),
         quantity,
-        shape: entry.shape(),
-        buffer,
-        range: entry.range(),
-    };
-    spec.entries().iter().map(part).collect()
+        stored,
+        extents: stored.extents(entry),
+        region,
+        bytes: entry.bytes_in(stored.run_bytes()),
+    })
 }
 
 /// A file to be written, and which values it may hold.
@@ -325,18 +468,22 @@ impl NewFile<'_> {
             let mut to = BufWriter::with_capacity(WAITING_BYTES, file);
             to.write_all(&header)?;
             for part in &parts {
-                digest.begin(&part.name, part.shape.extents());
-                for piece in part.pieces() {
-                    match piece.and_then(|piece| self.check(part, &piece).map(|()| piece)) {
-                        Ok(piece) => {
-                            digest.add(bytes(&piece));
-                            to.write_all(bytes(&piece))?;
-                        }
-                        Err(error) => {
-                            stopped = Some(error);
-                            return Err(io::Error::other("was not written completely"));
-                        }
+                digest.begin(&part.name, &part.extents);
+                let mut failed = None;
+                let read = part.for_each_piece(&mut |piece, finite| {
+                    self.check(part, finite)?;
+                    digest.add(piece);
+                    if failed.is_none() {
+                        failed = to.write_all(piece).err();
                     }
+                    Ok(())
+                });
+                if let Err(error) = read {
+                    stopped = Some(error);
+                    return Err(io::Error::other("was not written completely"));
+                }
+                if let Some(error) = failed {
+                    return Err(error);
                 }
             }
             notes.insert(DIGEST.into(), digest.end());
@@ -356,19 +503,19 @@ impl NewFile<'_> {
 
     /// Returns the file's header, whose length does not depend on the digest's value.
     fn header(&self, notes: &BTreeMap<String, String>, parts: &[&SavedTensor<'_>]) -> Result<Vec<u8>> {
-        let described = parts.iter().map(|part| (part.name.clone(), Dtype::F32, part.shape.extents().to_vec()));
+        let described = parts.iter().map(|part| (part.name.clone(), part.stored.dtype(), part.extents.clone()));
         header(self.path, notes, described)
     }
 
     /// Returns an error if values of a tensor must be finite and are not.
-    fn check(&self, part: &SavedTensor<'_>, values: &[f32]) -> Result<()> {
-        let finite = || (part.name.clone(), all_finite(bytemuck::cast_slice(values)));
-        self.non_finite.check((self.update, part.quantity), std::iter::once_with(finite))
+    fn check(&self, part: &SavedTensor<'_>, finite: bool) -> Result<()> {
+        let named = || (part.name.clone(), finite);
+        self.non_finite.check((self.update, part.quantity), std::iter::once_with(named))
     }
 
     /// Checks all tensors in the model's order.
     fn check_all(&self) -> Result<()> {
-        self.parts.iter().try_for_each(|part| part.pieces().try_for_each(|piece| self.check(part, &piece?)))
+        self.parts.iter().try_for_each(|part| part.for_each_piece(&mut |_, finite| self.check(part, finite)))
     }
 }
 
@@ -398,10 +545,4 @@ impl FileDigest {
     fn end(self) -> String {
         hex(&self.0.finalize())
     }
-}
-
-fn bytes(values: &[f32]) -> &[u8] {
-    // The format is little-endian, as is every host of a supported GPU.
-    const { assert!(cfg!(target_endian = "little")) };
-    bytemuck::cast_slice(values)
 }

@@ -25,7 +25,8 @@ pub use checkpoint::Checkpoint;
 pub use file_type::FileType;
 pub use loader::Loader;
 pub use optim::{
-    AdamW, Decay, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule, UpdateTicket,
+    AdamW, Decay, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments, UpdateArguments,
+    UpdateRule, UpdateTicket,
 };
 pub use pretrained::StateDict;
 pub use run_lock::RunLock;

@@ -138,7 +138,7 @@ on_each_device! {
         let mut parameters = Parameters::new(&device, &spec, 0).unwrap();
         let gradients = Gradients::zeros(&parameters).unwrap();
         let mut optimizer = Optimizer::new(&parameters, AdamW { weight_decay: 0.1, ..AdamW::default() }).unwrap();
-        let before = parameters.flat().read().unwrap();
+        let before = parameters.read_flat().unwrap();
         let ticket = optimizer.advance().unwrap();
         plant(&plan, 1, Fault::Fail);
         let outcome = arena.step(|step| {
@@ -147,13 +147,13 @@ on_each_device! {
             applied
         });
         assert!(is_planted(&outcome.unwrap_err()));
-        assert_eq!((optimizer.updates(), parameters.flat().read().unwrap()), (0, before.clone()));
+        assert_eq!((optimizer.updates(), parameters.read_flat().unwrap()), (0, before.clone()));
         // The same update is prepared again.
         let ticket = optimizer.advance().unwrap();
         assert_eq!(ticket.number(), Some(1));
         arena.step(|step| optimizer.apply(ticket, step, &mut parameters, &gradients)).unwrap();
         assert_eq!(optimizer.updates(), 1);
-        assert_ne!(parameters.flat().read().unwrap(), before);
+        assert_ne!(parameters.read_flat().unwrap(), before);
     }
 
     fn hung_launch_costs_one_deadline(device: &Device) {

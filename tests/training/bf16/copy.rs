@@ -101,7 +101,7 @@ impl<R: UpdateRule> Trained<R> {
                     assert_rounded(&captured.state().weights);
                 }
             }
-            bits(&captured.state().weights.flat().read().unwrap())
+            bits(&captured.state().weights.read_flat().unwrap())
         });
         assert_eq!(plain, copied);
     }
@@ -198,7 +198,7 @@ fn copy(weights: &Parameters) -> Vec<u16> {
 
 #[track_caller]
 fn assert_rounded(weights: &Parameters) {
-    let rounded = weights.flat().read().unwrap().into_iter().map(|weight| bf16::from_f32(weight).to_bits());
+    let rounded = weights.read_flat().unwrap().into_iter().map(|weight| bf16::from_f32(weight).to_bits());
     assert_eq!(copy(weights), rounded.collect::<Vec<_>>());
 }
 
@@ -299,7 +299,7 @@ on_each_device! {
     /// HostBatch in BF16 train the same weights as the same numbers in f32, captured and eager,
     /// with a copy and without.
     fn trainers_accept_bf16_batches(device: &Device) {
-        let weights = |state: &TrainState<Linear>| bits(&state.parameters.flat().read().unwrap());
+        let weights = |state: &TrainState<Linear>| bits(&state.parameters.read_flat().unwrap());
         let mut plain = weights(&Linear::state(device));
         let started = plain.clone();
         let tensor = "input 0 of the batch, sample 3".to_owned();

@@ -89,7 +89,7 @@ fn trained(device: &Device, updates: u64, halves: bool) -> (Vec<f32>, Vec<f32>) 
         });
         losses.push(loss.unwrap());
     }
-    (losses, model.weights.flat().read().unwrap())
+    (losses, model.weights.read_flat().unwrap())
 }
 
 fn mean(values: &[f32]) -> f64 {
@@ -128,6 +128,6 @@ on_each_device! {
             let loss = *replay.outputs();
             assert_eq!(replay.read(loss).unwrap(), [*eager]);
         }
-        assert_eq!(bits(&captured.state().weights.flat().read().unwrap()), bits(&eager_weights));
+        assert_eq!(bits(&captured.state().weights.read_flat().unwrap()), bits(&eager_weights));
     }
 }

@@ -1,11 +1,11 @@
 //! Rules and groups over several updates: they match float64, and give the same bits however they
 //! run.
 
-use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
+use crate::support::{Random, on_each_device, relative_l2, tolerance, words};
 use stepscope::nn::{Linear, Mlp};
 use stepscope::ops;
 use stepscope::optim::{ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule};
-use stepscope::parameters::Initializer;
+use stepscope::parameters::{Initializer, MasterType, StateType};
 use stepscope::prelude::*;
 use stepscope::tensor::Source;
 
@@ -69,7 +69,7 @@ fn train<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups
             })
             .unwrap();
     }
-    let space = weights.flat().read().unwrap();
+    let space = weights.read_flat().unwrap();
     let mut between = vec![true; space.len()];
     weights.spec().entries().iter().for_each(|entry| between[entry.range()].fill(false));
     assert!(
@@ -194,6 +194,10 @@ impl UpdateRule for Descent {
     }
 }
 
+/// The types of weights and state.
+const F32: (MasterType, StateType) = (MasterType::F32, StateType::F32);
+const SMALL: (MasterType, StateType) = (MasterType::Split, StateType::Bits8);
+
 const INPUTS: usize = 12;
 const CLASSES: usize = 3;
 
@@ -208,11 +212,17 @@ impl Model for Classifier {
     }
 }
 
-fn state<R: UpdateRule>(device: &Device, rule: R, groups: Option<ParameterGroups>) -> TrainState<Classifier, R> {
+fn state<R: UpdateRule>(
+    device: &Device,
+    rule: R,
+    groups: Option<ParameterGroups>,
+    (masters, moments): (MasterType, StateType),
+) -> TrainState<Classifier, R> {
     let mut spec = ParameterSpec::builder();
     let mlp = Mlp::new(spec.at("mlp"), INPUTS, 64, 64);
     let model = Classifier { mlp, head: Linear::new(spec.at("tail"), 64, CLASSES) };
-    let state = TrainState::new(device, model, &spec.build().unwrap(), 7, rule).unwrap();
+    let spec = spec.build().unwrap().with_masters(masters).with_state(moments);
+    let state = TrainState::new(device, model, &spec, 7, rule).unwrap();
     match groups {
         Some(groups) => state.with_parameter_groups(&groups).unwrap(),
         None => state,
@@ -232,17 +242,21 @@ fn batches(part: usize) -> Vec<Vec<Points>> {
 /// Returns weights and state, as bits, and the number of updates.
 fn bits_of<R: UpdateRule>(trainer: &Trainer<'_, Classifier, R>) -> (Vec<Vec<u32>>, u64) {
     let TrainState { parameters, optimizer, .. } = trainer.state();
-    let flat = [parameters.flat()].into_iter().chain(optimizer.state());
-    (flat.map(|flat| bits(&flat.read().unwrap())).collect(), optimizer.updates())
+    (parameters.regions().into_iter().chain(optimizer.state()).map(words).collect(), optimizer.updates())
 }
 
 /// Checks that the bits are the same eager and captured, in whole batches and parts of them,
 /// straight and resumed from a file.
-fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl Fn() -> Option<ParameterGroups>) {
+fn however_it_runs<R: UpdateRule + Copy>(
+    device: &Device,
+    rule: R,
+    groups: impl Fn() -> Option<ParameterGroups>,
+    stored: (MasterType, StateType),
+) {
     let folder = tempfile::tempdir().unwrap();
     for part in [8, 5] {
         let mut arena = arena(device);
-        let mut eager = Trainer::eager(&mut arena, state(device, rule, groups()));
+        let mut eager = Trainer::eager(&mut arena, state(device, rule, groups(), stored));
         let first = eager.state().parameters.sha256().unwrap();
         let losses: Vec<f64> = batches(part).iter().map(|batch| eager.update(batch).unwrap().loss).collect();
         let expected = bits_of(&eager);
@@ -251,7 +265,7 @@ fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl 
 
         let path = folder.path().join(format!("{part}.safetensors"));
         let mut arena = self::arena(device);
-        let mut captured = Trainer::captured(&mut arena, state(device, rule, groups()), &batches(part)[0][0])
+        let mut captured = Trainer::captured(&mut arena, state(device, rule, groups(), stored), &batches(part)[0][0])
             .unwrap()
             .checkpoint(&path, None);
         let mut progress = EpochProgress::default();
@@ -264,7 +278,7 @@ fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl 
 
         // A new process starts with other weights; then the test resumes the trained ones.
         let mut arena = self::arena(device);
-        let mut resumed = Trainer::eager(&mut arena, state(device, rule, groups()));
+        let mut resumed = Trainer::eager(&mut arena, state(device, rule, groups(), stored));
         resumed.update(&batches(part)[3]).unwrap();
         let progress = resumed.restore(&Checkpoint::load(&path).unwrap()).unwrap();
         assert_eq!(progress.updates, 2);
@@ -277,16 +291,23 @@ fn however_it_runs<R: UpdateRule + Copy>(device: &Device, rule: R, groups: impl 
 
 on_each_device! {
     fn adamw_groups_keep_bits(device: &Device) {
-        however_it_runs(device, adamw(), || Some(groups()));
+        however_it_runs(device, adamw(), || Some(groups()), F32);
+    }
+
+    fn small_updates_keep_bits(device: &Device) {
+        for stored in [(MasterType::F32, StateType::Bits8), (MasterType::Split, StateType::F32), SMALL] {
+            however_it_runs(device, adamw(), || Some(groups()), stored);
+            however_it_runs(device, sgd(false), || Some(groups()), stored);
+        }
     }
 
     fn sgd_keeps_bits(device: &Device) {
-        however_it_runs(device, sgd(true), || None);
-        however_it_runs(device, sgd(false), || Some(groups()));
+        however_it_runs(device, sgd(true), || None, F32);
+        however_it_runs(device, sgd(false), || Some(groups()), F32);
     }
 
     fn custom_rule_keeps_bits(device: &Device) {
-        however_it_runs(device, Descent, || None);
+        however_it_runs(device, Descent, || None, F32);
     }
 
     /// Any number of groups takes one launch, after that of the norm.
@@ -294,7 +315,7 @@ on_each_device! {
         let nodes = |groups: Option<ParameterGroups>| {
             let mut arena = arena(device);
             let mut trainer =
-                Trainer::captured(&mut arena, state(device, sgd(true), groups), &batches(8)[0][0]).unwrap();
+                Trainer::captured(&mut arena, state(device, sgd(true), groups, F32), &batches(8)[0][0]).unwrap();
             trainer.update(&batches(8)[0]).unwrap();
             trainer.capture_report().unwrap().nodes
         };

@@ -16,6 +16,7 @@ use super::{aligned, attention, attention_mma, products, products_tf32};
 use cuda_std::launch::Slice;
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
+use kernels::companded::{Code, RUN_WORDS};
 use kernels::dropout::{draw, dropout};
 use kernels::embedding::{merge_ids, rows_finish, sort_ids};
 use kernels::flash_attention::{flash_bwd_dkv, flash_bwd_dq, flash_forward};
@@ -33,7 +34,8 @@ use kernels::matmul_bf16::matmul_bf16;
 use kernels::matmul_mma::matmul_mma;
 use kernels::matmul_wgmma::matmul_wgmma;
 use kernels::matmul_wgmma_tf32::matmul_wgmma_tf32;
-use kernels::update::RUN;
+use kernels::split::split;
+use kernels::update::{MasterType, RUN, StateType};
 use kernels::{along, fold, lstm, reduce, scalars, strided};
 use stepscope_core::{Device, DeviceKind, Element, OnDevice, Result, Source, Stored, Target, Tensor, ops};
 
@@ -146,6 +148,27 @@ const LISTED: &[Listed] = &[
         i.keep(&out)
     })),
     One("adamw", |i| i.by_size(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| adamw(i, length))),
+    each!(kernels::adamw::adamw_small::VARIANTS, |i, formats| {
+        let mut small = SmallUpdate::new(i, formats, &[Code::Signed, Code::Squares])?;
+        let settings = [1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0];
+        let (hyper, squared_norm) = (i.step.upload(&settings, [8])?, ops::squared_norm(i.step, &small.gradients)?);
+        let SmallUpdate { weights, halves, corrections, gradients, state } = &mut small;
+        let [m, v] = state.as_mut_slice() else { unreachable!("two moments") };
+        i.step.launch(kernels::adamw::adamw_small {
+            formats,
+            weights: weights.out(),
+            has_bf16: 1,
+            halves: halves.out(),
+            corrections: corrections.out(),
+            gradients: gradients.slice(),
+            m: m.out(),
+            v: v.out(),
+            hyper: hyper.slice(),
+            groups: Slice::empty(),
+            squared_norm: squared_norm.slice(),
+        })?;
+        small.keep(i)
+    }),
     both!("attention_forward", <S>, |i| {
         i.heads::<S>(|i, qkv, gains, _| {
             let (made, ..) = i.short_attention(qkv, gains)?;
@@ -276,7 +299,7 @@ const LISTED: &[Listed] = &[
     both!("rows_sum", <S>, |i| i.embedded::<S>(5)),
     both!("fill", <S>, |i| {
         let lengths = i.by_size(&[1, 1025, 4099][..], &[1027]);
-        lengths.iter().try_for_each(|&length| {
+        lengths.iter().try_for_each(|&length: &usize| {
             let mut out = i.step.empty::<S>([length])?;
             ops::fill_into(i.step, &mut out, 0.1)?;
             i.keep(&out)
@@ -497,7 +520,43 @@ const LISTED: &[Listed] = &[
         })
     }),
     One("sgd", |i| i.by_size(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length| sgd(i, length))),
+    each!(kernels::sgd::sgd_small::VARIANTS, |i, formats| {
+        let mut small = SmallUpdate::new(i, formats, &[Code::Signed])?;
+        let (hyper, squared_norm) =
+            (i.step.upload(&[1e-2, 0.9, 0.01, 1.0, 1.0], [5])?, ops::squared_norm(i.step, &small.gradients)?);
+        let SmallUpdate { weights, halves, corrections, gradients, state } = &mut small;
+        i.step.launch(kernels::sgd::sgd_small {
+            formats,
+            weights: weights.out(),
+            has_bf16: 1,
+            halves: halves.out(),
+            corrections: corrections.out(),
+            gradients: gradients.slice(),
+            velocity: state[0].out(),
+            hyper: hyper.slice(),
+            groups: Slice::empty(),
+            squared_norm: squared_norm.slice(),
+        })?;
+        small.keep(i)
+    }),
     Each(|| declared("softmax")),
+    One("join_masters", |i| {
+        i.by_size(&[1, 1023, 70_003][..], &[1, 1023]).iter().try_for_each(|&length: &usize| {
+            let words = i.random.borrow_mut().belows(length.div_ceil(4), u32::MAX);
+            let halves: Vec<bf16> = i
+                .random
+                .borrow_mut()
+                .belows(length, 1 << 16)
+                .into_iter()
+                .map(|half| bf16::from_bits(half as u16))
+                .collect();
+            let (halves, corrections) = (i.step.upload(&halves, [length])?, i.step.upload(&words, [words.len()])?);
+            let mut out = i.step.empty::<f32>([length])?;
+            let (halves, corrections) = (halves.slice(), corrections.slice());
+            i.step.launch(kernels::split_masters::join_masters { halves, corrections, out: out.out() })?;
+            i.keep(&out)
+        })
+    }),
     both!("copy_strided", <S>, |i| {
         // A transpose, a flip that repeats, and rows of vectors between others.
         let layouts: [([usize; 20], usize); 3] = [
@@ -596,6 +655,60 @@ fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
         [&weights, &first, &second].into_iter().try_for_each(|tensor| i.keep(tensor))?;
         i.keep(&copy)
     })
+}
+
+/// The tensors of an update of weights or state that are not stored in f32.
+struct SmallUpdate<'s> {
+    weights: Tensor<'s>,
+    halves: Tensor<'s, bf16>,
+    corrections: Tensor<'s, u32>,
+    gradients: Tensor<'s>,
+    state: Vec<Tensor<'s, u32>>,
+}
+
+impl<'s> SmallUpdate<'s> {
+    /// Makes the tensors of these types, with a part of the state for each code.
+    fn new(i: &Inputs<'_, 's>, (masters, state): (MasterType, StateType), codes: &[Code]) -> Result<Self> {
+        let runs = i.by_size(1100, 3);
+        let length = runs * RUN;
+        let weights = i.random.borrow_mut().normals(length);
+        let gradients = i.normals([length])?;
+        let is_split = masters == MasterType::Split;
+        let halves: Vec<bf16> = weights.iter().map(|&weight| bf16::from_bits(split(weight).0 as u16)).collect();
+        let corrections = i.random.borrow_mut().belows(if is_split { length / 4 } else { 0 }, u32::MAX);
+        let weights = if is_split { &[] } else { &weights[..] };
+        let words = |code: &Code| {
+            let mut random = i.random.borrow_mut();
+            let words = match state {
+                StateType::F32 if *code == Code::Squares => bits(&random.uniforms(length, 0.0, 2.0)),
+                StateType::F32 => bits(&random.normals(length)),
+                StateType::Bits8 => {
+                    let scales = random.uniforms(runs, 0.0, 2.0);
+                    let run = |scale: f32| [random.belows(RUN_WORDS - 1, u32::MAX), vec![scale.to_bits()]].concat();
+                    scales.into_iter().flat_map(run).collect()
+                }
+            };
+            i.step.upload(&words, [words.len()])
+        };
+        Ok(Self {
+            weights: i.step.upload(weights, [weights.len()])?,
+            halves: i.step.upload(&halves, [length])?,
+            corrections: i.step.upload(&corrections, [corrections.len()])?,
+            gradients,
+            state: codes.iter().map(words).collect::<Result<_>>()?,
+        })
+    }
+
+    fn keep(&self, i: &Inputs<'_, 's>) -> Result<()> {
+        i.keep(&self.weights)?;
+        i.keep(&self.halves)?;
+        i.keep(&self.corrections)?;
+        self.state.iter().try_for_each(|state| i.keep(state))
+    }
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
 }
 
 fn clip_factors<'s>(i: &Inputs<'_, 's>, x: &Tensor<'s>) -> Result<()> {

@@ -123,7 +123,8 @@ impl<'r> Plan<'r> {
 
     /// Returns the way in which the model runs.
     pub(crate) fn mode(&self) -> Mode {
-        Mode { recompute: self.args.run.recompute, documents: true, counted: true }
+        let RunArgs { recompute, memory, .. } = self.args.run;
+        Mode { recompute, memory, documents: true, counted: true }
     }
 
     /// Builds the model. If it has adapters, its own weights are frozen, in the type of the file,
@@ -134,7 +135,7 @@ impl<'r> Plan<'r> {
             Some(lora) => Transformer::with_lora(config, lora, |entry| self.frozen_type::<S>(entry))?,
             None => Transformer::new(config)?,
         };
-        Ok((Gpt::of(layers, self.mode()), spec))
+        Ok((Gpt::of(layers, self.mode()), self.args.run.memory.of(spec)))
     }
 
     /// Returns the type in which a weight is frozen: NF4 if it is quantized. Kernels that compute
@@ -247,6 +248,7 @@ impl<'r> Plan<'r> {
             ("tokenizer", self.folder.tokenizer.name()),
             ("data", self.data.size.sha256.clone()),
         ]);
+        all.extend(self.args.run.memory.setting());
         let date = self.folder.template.as_ref().and_then(ChatTemplate::date);
         all.extend(date.map(|date| ("date", date.to_string())));
         all

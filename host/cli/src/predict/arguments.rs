@@ -10,7 +10,7 @@ use stepscope::models::ModelConfig;
 use crate::finetune::cli::Quantize;
 use crate::predict::step::{Adapters, Work};
 use crate::train::cli::{Arch, Precision, Size, read_config};
-use crate::train::model;
+use crate::train::model::{self, Mode, TrainingMemory};
 use stepscope_predict::gpu::{self, Gpu};
 
 /// Predicts the time of a training step on a GPU from the kernels it launches. It computes nothing
@@ -59,6 +59,10 @@ pub(crate) struct Args {
     #[arg(long)]
     recompute: bool,
 
+    /// Memory of the weights and moments of gpt and of --config
+    #[arg(long, value_enum, default_value_t = TrainingMemory::Full)]
+    memory: TrainingMemory,
+
     /// Train adapters of this rank on all linear layers but the head of --config, and freeze the
     /// model's own weights
     #[arg(long, value_name = "RANK", value_parser = up_to(1 << 12), requires = "config")]
@@ -82,7 +86,7 @@ pub(crate) struct Args {
     pub(crate) json: Option<PathBuf>,
 
     /// Predict the steps that the step bench measured, from its samples file, and print both
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "batch", "precision", "size", "context", "recompute"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "batch", "precision", "size", "context", "recompute", "memory"])]
     pub(crate) compare: Option<PathBuf>,
 }
 
@@ -98,20 +102,24 @@ impl Args {
         self.batch.unwrap_or(if self.model == Model::Gpt || self.config.is_some() { 8 } else { 256 })
     }
 
+    fn mode(&self) -> Mode {
+        Mode { recompute: self.recompute, memory: self.memory, ..Mode::default() }
+    }
+
     /// Returns the work of a step.
     pub(crate) fn work(&self) -> Work {
         if let Some(config) = &self.config {
             let mut config = config.clone();
             config.context = self.context.unwrap_or(config.context.min(1024));
             let lora = self.lora.map(|rank| Adapters { rank, quantize: self.quantize });
-            return Work::Gpt { config: Box::new(config), recompute: self.recompute, lora };
+            return Work::Gpt { config: Box::new(config), mode: self.mode(), lora };
         }
         match self.model {
             Model::Crossasset => Work::CrossAsset,
             Model::Gpt => {
                 let context = self.context.unwrap_or(if self.size == Size::Tiny { 128 } else { 1024 });
                 let config = model::config(self.size, self.arch, self.vocabulary, context);
-                Work::Gpt { config: Box::new(config), recompute: self.recompute, lora: None }
+                Work::Gpt { config: Box::new(config), mode: self.mode(), lora: None }
             }
         }
     }
@@ -131,18 +139,19 @@ impl Args {
         let batch = self.batch();
         match self.work() {
             Work::CrossAsset => format!("CrossAsset, batch {batch}, {}", self.precision),
-            Work::Gpt { config, recompute, lora } => {
+            Work::Gpt { config, mode, lora } => {
                 let adapters = lora.map_or_else(String::new, |Adapters { rank, quantize }| {
                     let weights = if quantize.is_some() { " over NF4" } else { "" };
                     format!(", LoRA of rank {rank}{weights}")
                 });
-                let again = if recompute { ", recompute" } else { "" };
+                let again = if mode.recompute { ", recompute" } else { "" };
+                let small = if mode.memory == TrainingMemory::Small { ", small memory" } else { "" };
                 let (family, context) = (config.family, config.context);
                 let size = match self.config {
                     Some(_) => format!("of {} layers", config.layers.len()),
                     None => self.size.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned()),
                 };
-                format!("{family:?} {size}{adapters}, {batch} x {context}, {}{again}", self.precision)
+                format!("{family:?} {size}{adapters}, {batch} x {context}, {}{again}{small}", self.precision)
             }
         }
     }

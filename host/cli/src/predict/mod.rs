@@ -57,9 +57,9 @@ fn run(args: &Args) -> Result<String, Box<dyn Error>> {
             (report::comparison(&compared), serde_json::to_value(&compared)?)
         }
         None => {
-            if let Work::Gpt { config, lora, .. } = args.work() {
+            if let Work::Gpt { config, mode, lora } = args.work() {
                 check_batch(args.batch(), config.context).map_err(|error| error.to_string())?;
-                step::check_size(&config, lora)?;
+                step::check_size(&config, mode, lora)?;
             }
             let launches = step::launches(&gpu, &args.work(), args.precision, args.batch())?;
             let forecast = Forecast::of(&gpu, &kernels, &launches);
@@ -67,8 +67,8 @@ fn run(args: &Args) -> Result<String, Box<dyn Error>> {
                 "gpu": gpu.name, "is_prediction": true, "step": args.title(), "forecast": forecast,
             });
             let mut text = report::forecast(&args.title(), &gpu, &forecast);
-            if let Work::Gpt { config, recompute, lora } = args.work() {
-                let needs = step::memory(&config, recompute, lora, args.precision, args.batch())?;
+            if let Work::Gpt { config, mode, lora } = args.work() {
+                let needs = step::memory(&config, mode, lora, args.precision, args.batch())?;
                 text.push_str(&format!("a training run: {needs}\n"));
             }
             (text, json)

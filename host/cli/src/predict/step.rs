@@ -14,7 +14,7 @@ use stepscope_core::internals::Launch;
 
 use crate::crossasset;
 use crate::finetune::cli::Quantize;
-use crate::run::memory::{RunMemory, evaluation_batch};
+use crate::run::memory::{RunMemory, evaluation_batch, trained_bytes};
 use crate::sizes::{FEATURES, SCALES};
 use crate::train::cli::Precision;
 use crate::train::model::{Gpt, Mode};
@@ -24,7 +24,7 @@ use stepscope_predict::{Gpu, dry_run};
 #[derive(Clone, Debug)]
 pub(crate) enum Work {
     CrossAsset,
-    Gpt { config: Box<ModelConfig>, recompute: bool, lora: Option<Adapters> },
+    Gpt { config: Box<ModelConfig>, mode: Mode, lora: Option<Adapters> },
 }
 
 /// The adapters that are trained instead of a model's weights.
@@ -60,7 +60,7 @@ fn gpt<S: Activation>(config: &ModelConfig, mode: Mode, lora: Option<Adapters>) 
             _ => unquantized,
         }
     })?;
-    Ok((Gpt::of(layers, mode), spec))
+    Ok((Gpt::of(layers, mode), mode.memory.of(spec)))
 }
 
 /// The most bytes of weights, gradients and moments: more than any GPU has.
@@ -68,9 +68,9 @@ const MAX_BYTES: u64 = 2 << 40;
 
 /// Returns an error if the weights of a model, with their gradients and moments, exceed the memory
 /// of any GPU. Its steps would take hours to predict.
-pub(crate) fn check_size(config: &ModelConfig, lora: Option<Adapters>) -> std::result::Result<(), String> {
-    let (_, spec) = gpt::<bf16>(config, Mode::default(), lora).map_err(|error| error.to_string())?;
-    let bytes = (4 * size_of::<f32>() * spec.elements()) as u64 + spec.frozen_bytes();
+pub(crate) fn check_size(config: &ModelConfig, mode: Mode, lora: Option<Adapters>) -> std::result::Result<(), String> {
+    let (_, spec) = gpt::<bf16>(config, mode, lora).map_err(|error| error.to_string())?;
+    let bytes = trained_bytes(&spec, false) + spec.frozen_bytes();
     match bytes <= MAX_BYTES {
         true => Ok(()),
         false => Err(format!(
@@ -89,13 +89,12 @@ pub(crate) fn check_size(config: &ModelConfig, lora: Option<Adapters>) -> std::r
 /// When an op fails.
 pub(crate) fn memory(
     config: &ModelConfig,
-    recompute: bool,
+    mode: Mode,
     lora: Option<Adapters>,
     precision: Precision,
     batch: usize,
 ) -> Result<RunMemory> {
     let device = Device::open(DeviceKind::Emulated)?;
-    let mode = Mode { recompute, ..Mode::default() };
     let [step, evaluation] = [batch, evaluation_batch(batch)].map(|samples| Tokens::new(samples, config.context));
     match precision {
         Precision::Bf16 => {
@@ -146,8 +145,8 @@ fn set_up(step: &EagerStep<'_>, work: &Work, precision: Precision, batch: usize,
             let (model, spec) = crossasset::Model::<f32>::new()?;
             train(step, model, &spec, &inputs, precision, until)
         }
-        Work::Gpt { config, recompute, lora } => {
-            let mode = Mode { recompute: *recompute, documents: false, counted: false };
+        Work::Gpt { config, mode, lora } => {
+            let mode = *mode;
             let tokens = Tokens::new(batch, config.context);
             let inputs = tokens.inputs()?;
             if precision == Precision::Bf16 {

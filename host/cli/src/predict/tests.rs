@@ -18,7 +18,7 @@ use crate::predict::compare::{Line, Outcome, add_steps, lines, median, number, p
 use crate::predict::report;
 use crate::predict::step::{self, Work};
 use crate::train::cli::{Arch, Precision, Size};
-use crate::train::model;
+use crate::train::model::{self, Mode};
 use stepscope_predict::{Gpu, Kernels};
 
 const RUNS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/runs");
@@ -81,8 +81,8 @@ fn steps(folder: &Path, gpu: &Gpu) -> Outcome<Vec<Line>> {
         let arguments = format!("--size {} --precision {recorded} --batch {batch}{option}", name.to_lowercase());
         let samples = median(&runs["runs"][&arguments]["seconds_of_updates"]);
         let measured_us = samples.ok_or_else(|| format!("{}: no samples of {arguments}", recorded::GPT2))? * 1e6;
-        let work =
-            Work::Gpt { config: Box::new(model::config(size, Arch::Gpt2, 50_304, CONTEXT)), recompute, lora: None };
+        let mode = Mode { recompute, ..Mode::default() };
+        let work = Work::Gpt { config: Box::new(model::config(size, Arch::Gpt2, 50_304, CONTEXT)), mode, lora: None };
         let again = if recompute { ", recompute" } else { "" };
         found.push(step_line(
             format!("GPT-2 {name}{again}, {batch} x {CONTEXT}, {precision}"),

@@ -8,7 +8,7 @@ use stepscope::{AdamW, Arena, Device, DeviceKind, HostBatch, ParameterSpec, Resu
 use crate::program::ranks::RankArgs;
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::{Precision, bytes, up_to};
-use crate::train::model::Gpt;
+use crate::train::model::{Gpt, TrainingMemory};
 
 /// The options of a training run.
 #[derive(Clone, Debug, Args)]
@@ -26,6 +26,11 @@ pub(crate) struct RunArgs {
     /// of the weights in BF16
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
+
+    /// Memory of weights and moments: small stores a weight as a BF16, which products read, and a
+    /// correction of 8 bits, and each moment in 8 bits, which round differently
+    #[arg(long, value_enum, default_value_t = TrainingMemory::Full)]
+    pub(crate) memory: TrainingMemory,
 
     /// Steps per update, over all ranks together; their gradients are summed [default: the number
     /// of shards]

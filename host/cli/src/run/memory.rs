@@ -6,7 +6,7 @@
 use std::fmt;
 
 use stepscope::memory::HostMemory;
-use stepscope::parameters::FrozenType;
+use stepscope::parameters::{FrozenType, MasterType};
 use stepscope::tensor::Element;
 use stepscope::{
     AdamW, Arena, Capacity, Device, HostBatch, HostInputs, Model, ParameterSpec, Parameters, Result, Tape, TrainState,
@@ -68,9 +68,9 @@ impl RunMemory {
         let is_bf16 = <S as Element>::NAME == bf16::NAME;
         let copied = if is_bf16 { size_of::<bf16>() } else { 0 };
         let frozen: usize = spec.frozen(FrozenType::F32).iter().map(|entry| entry.shape().elements()).sum();
-        let trained = spec.elements() * (4 * size_of::<f32>() + copied);
+        let trained = trained_bytes(&spec, is_bf16);
         Ok(Self {
-            weights: (trained + frozen * copied) as u64 + spec.frozen_bytes(),
+            weights: trained + (frozen * copied) as u64 + spec.frozen_bytes(),
             steps: steps as u64,
             files: 3 * largest_bytes(&spec),
             gradients: (spec.elements() * size_of::<f32>()) as u64,
@@ -187,6 +187,14 @@ fn run<S: ops::Cast, M: Model<S>>(
 
 /// Returns the bytes that persist across steps: weights, gradients, two moments, and the BF16 copy.
 pub(crate) fn weights_bytes(weights: &Parameters) -> usize {
-    let copy = weights.bf16_copy().map_or(0, |copy| copy.len() * size_of::<bf16>());
-    4 * weights.flat().len() * size_of::<f32>() + copy + weights.spec().frozen_bytes() as usize
+    let spec = weights.spec();
+    (trained_bytes(spec, weights.bf16_copy().is_some()) + spec.frozen_bytes()) as usize
+}
+
+/// Returns the bytes of trained weights, their gradients and two moments. Weights in f32 have a
+/// BF16 copy if products read BF16.
+pub(crate) fn trained_bytes(spec: &ParameterSpec, is_bf16: bool) -> u64 {
+    let copied = if is_bf16 && spec.masters() == MasterType::F32 { size_of::<bf16>() } else { 0 };
+    let others = spec.elements() * (size_of::<f32>() + copied);
+    spec.masters_bytes() + 2 * spec.state_bytes() + others as u64
 }

@@ -6,11 +6,12 @@
 use std::marker::PhantomData;
 use std::path::Path;
 
+use clap::ValueEnum;
 use serde_json::json;
 use stepscope::models::{ModelConfig, Transformer, WeightFiles};
 use stepscope::ops::{Activation, LabelRules, LmHeadConfig};
 use stepscope::optim::ParameterGroups;
-use stepscope::parameters::{FrozenType, ParameterEntry};
+use stepscope::parameters::{FrozenType, MasterType, ParameterEntry, StateType};
 use stepscope::tensor::{Indices, Saved};
 use stepscope::{DeviceBatch, ParameterSpec, Result, Tape, Var};
 
@@ -56,12 +57,39 @@ pub(crate) fn check_trainable(folder: &Path, files: &WeightFiles, config: &Model
     Err(bad(folder.display(), reason))
 }
 
+/// The memory in which a model's trained weights and moments are stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TrainingMemory {
+    /// f32, and a copy of the weights in BF16 if products read BF16.
+    #[default]
+    Full,
+    /// Split masters, and moments in 8 bits.
+    Small,
+}
+
+impl TrainingMemory {
+    /// Returns the spec with this memory.
+    pub(crate) fn of(self, spec: ParameterSpec) -> ParameterSpec {
+        match self {
+            Self::Full => spec,
+            Self::Small => spec.with_masters(MasterType::Split).with_state(StateType::Bits8),
+        }
+    }
+
+    /// Returns the setting that decides the weights. Checkpoints from before this setting lack it.
+    pub(crate) fn setting(self) -> Option<(&'static str, String)> {
+        (self == Self::Small).then(|| ("memory", "small".into()))
+    }
+}
+
 /// The way a model runs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Mode {
     /// True if each block keeps only its input and runs again in the backward pass. Also set for
     /// passes without backward, where nothing is recomputed.
     pub(crate) recompute: bool,
+    /// The memory of weights and moments.
+    pub(crate) memory: TrainingMemory,
     /// True if tokens attend only to their own document, which is input 2 of the batch.
     pub(crate) documents: bool,
     /// True if the loss is a mean over the tokens that count, in all parts of a batch together.
@@ -85,7 +113,7 @@ impl<S: Activation> Gpt<S> {
     /// Never, since names are unique.
     pub(crate) fn new(config: ModelConfig, mode: Mode) -> Result<(Self, ParameterSpec)> {
         let (layers, spec) = Transformer::new(config)?;
-        Ok((Self::of(layers, mode), spec))
+        Ok((Self::of(layers, mode), mode.memory.of(spec)))
     }
 
     /// Makes a model of these layers.

@@ -114,7 +114,8 @@ impl<'r> Plan<'r> {
     }
 
     fn mode(&self) -> Mode {
-        Mode { recompute: self.args.run.recompute, documents: self.args.documents, ..Mode::default() }
+        let RunArgs { recompute, memory, .. } = self.args.run;
+        Mode { recompute, memory, documents: self.args.documents, counted: false }
     }
 
     /// Computes the memory that the run needs.
@@ -201,6 +202,7 @@ impl<'r> Plan<'r> {
             ("tokenizer", self.tokenizer.name()),
             ("text", self.text.sha256.clone()),
         ]);
+        all.extend(self.args.run.memory.setting());
         all
     }
 

@@ -212,7 +212,7 @@ on_each_device! {
             let (_, back) = weights::open(&theirs, None).unwrap();
             assert_eq!(back.layers, plan.config.layers, "{arch}");
             // The place of row 3 and column 2 of the keys.
-            let flat = state.parameters.flat().read().unwrap();
+            let flat = state.parameters.read_flat().unwrap();
             let qkv = state.parameters.spec().entries().iter().find(|entry| entry.name().ends_with("qkv_proj.weight"));
             let qkv = qkv.unwrap();
             let ours = flat[qkv.start() + 2 * qkv.shape().extents()[1] + 128 + 1];
@@ -339,7 +339,7 @@ fn half_precision_weights_load_exactly() {
     let args = arguments(&data, folder.path(), "");
     let plan = Plan::load(&args, 1).unwrap();
     let mut state = plan.state::<f32>(&support::open(stepscope::DeviceKind::Emulated)).unwrap();
-    let ours = state.parameters.flat().read().unwrap();
+    let ours = state.parameters.read_flat().unwrap();
     let theirs = folder.path().join("theirs");
     Weights::write(&theirs, &plan.config, &state.parameters, None).unwrap();
     let path = theirs.join("model.safetensors");
@@ -360,7 +360,7 @@ fn half_precision_weights_load_exactly() {
         fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
         weights::load(&theirs, &mut state.parameters).unwrap();
         let want: Vec<f32> = ours.iter().map(|&x| rounded(x)).collect();
-        assert!(want != ours && state.parameters.flat().read().unwrap() == want, "{dtype:?}");
+        assert!(want != ours && state.parameters.read_flat().unwrap() == want, "{dtype:?}");
     }
 }
 

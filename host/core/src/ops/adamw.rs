@@ -3,6 +3,7 @@
 use super::same_shape;
 use super::shapes::check_rows;
 use crate::error::Result;
+use crate::params::{LentMasters, LentState, MasterArguments};
 use crate::step::Step;
 use crate::tensor::{Source, Target};
 use cuda_std::launch::{PointerMut, Slice};
@@ -52,6 +53,48 @@ pub fn adamw<'s>(
         gradients: gradients.slice(),
         m: first.out(),
         v: second.out(),
+        hyper: hyper.slice(),
+        groups: groups.map_or_else(Slice::empty, Source::slice),
+        squared_norm: squared_norm.slice(),
+    })
+}
+
+/// One AdamW update like [`adamw`], of weights or moments that are stored in fewer bytes; see
+/// [`MasterType`](crate::MasterType) and [`StateType`](crate::StateType). Both moments have one
+/// type. All regions have whole runs of 64 elements. If weights and moments are f32, this is
+/// [`adamw`].
+///
+/// # Errors
+/// [`Error::Contract`](crate::Error::Contract) when lengths differ.
+#[track_caller]
+pub fn adamw_small<'s>(
+    step: &Step<'s>,
+    weights: LentMasters<'_, 's>,
+    gradients: &impl Source<'s, f32>,
+    [first, second]: [LentState<'_, 's>; 2],
+    hyper: &impl Source<'s, f32>,
+    groups: Option<&impl Source<'s, u32>>,
+    squared_norm: &impl Source<'s, f32>,
+) -> Result<()> {
+    let (mut weights, mut first, mut second) = match (weights, first, second) {
+        (LentMasters::F32 { mut weights, mut copy }, LentState::F32(mut first), LentState::F32(mut second)) => {
+            let (first, second) = (&mut first, &mut second);
+            return adamw(step, &mut weights, copy.as_mut(), gradients, first, second, hyper, groups, squared_norm);
+        }
+        others => others,
+    };
+    check_rows("adamw", "hyper", kernel::slot::LEN, hyper)?;
+    let formats = (weights.stored(), first.stored());
+    let MasterArguments { weights, has_bf16, halves, corrections } = weights.arguments();
+    step.launch(kernel::adamw_small {
+        formats,
+        weights,
+        has_bf16,
+        halves,
+        corrections,
+        gradients: gradients.slice(),
+        m: first.words().out(),
+        v: second.words().out(),
         hyper: hyper.slice(),
         groups: groups.map_or_else(Slice::empty, Source::slice),
         squared_norm: squared_norm.slice(),

@@ -6,7 +6,7 @@ use super::{add_bias, fill_into, same_shape, sum_rows_into};
 use crate::error::{Error, Result};
 use crate::indices::{IndexSource, Indices};
 use crate::ops;
-use crate::params::{FrozenType, Parameter};
+use crate::params::Parameter;
 use crate::preconditions::IndexBound;
 use crate::step::Step;
 use crate::tape::{Tape, Var};
@@ -293,9 +293,9 @@ impl<'s> Tape<'_, 's> {
     #[track_caller]
     pub fn embedding<S: Stored>(&self, table: Parameter, ids: Indices<'s>) -> Result<Var<'s, S>> {
         let op = self.op("embedding", [])?;
-        let y = match op.frozen(table)? {
-            Some(FrozenType::Bf16) => embedding_bf16(self.step(), &op.weights_as(table)?, &ids)?,
-            _ => ops::embedding(self.step(), &op.weights(table)?, &ids)?,
+        let y = match op.is_bf16(table)? {
+            true => embedding_bf16(self.step(), &op.weights_as(table)?, &ids)?,
+            false => ops::embedding(self.step(), &op.weights(table)?, &ids)?,
         };
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();

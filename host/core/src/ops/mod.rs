@@ -54,7 +54,7 @@ pub use crate::elementary::{add_assign, copy, copy_into, fill, fill_into, same_s
 pub use crate::generator::{Draw, Draws, Generator};
 pub use crate::precision::Precision;
 pub use activation::{gelu, gelu_exact, relu, relu_squared, sigmoid, silu, softplus, tanh};
-pub use adamw::adamw;
+pub use adamw::{adamw, adamw_small};
 pub use along::one_hot;
 pub use attention::{Attention, AttentionConfig, AttentionElement, AttentionMask, attention, attention_cached};
 pub use broadcast::Operand;
@@ -80,7 +80,7 @@ pub use qk_norm::{QkNorm, qk_norm};
 pub use reduce::{argmax_columns, max, max_columns, mean, scaled_sum, squared_norm, sum, sum_columns, sum_rows};
 pub use reductions::Extents;
 pub use rotary::{PairFactors, Rotary, RotaryScaling, rotary};
-pub use sgd::sgd;
+pub use sgd::{sgd, sgd_small};
 pub use slice::{concat, slice};
 pub use softmax::{log_softmax, softmax};
 pub use tokens::mean_tokens;

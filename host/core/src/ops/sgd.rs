@@ -4,6 +4,7 @@
 use super::same_shape;
 use super::shapes::check_rows;
 use crate::error::Result;
+use crate::params::{LentMasters, LentState, MasterArguments};
 use crate::step::Step;
 use crate::tensor::{Source, Target};
 use cuda_std::launch::{PointerMut, Slice};
@@ -50,6 +51,46 @@ pub fn sgd<'s>(
         copy: copy.as_mut().map_or_else(PointerMut::empty, |copy| copy.out()),
         gradients: gradients.slice(),
         velocity: velocity.out(),
+        hyper: hyper.slice(),
+        groups: groups.map_or_else(Slice::empty, Source::slice),
+        squared_norm: squared_norm.slice(),
+    })
+}
+
+/// One update like [`sgd`], of weights or a velocity that are stored in fewer bytes; see
+/// [`MasterType`](crate::MasterType) and [`StateType`](crate::StateType). All regions have whole
+/// runs of 64 elements. If both are f32, this is [`sgd`].
+///
+/// # Errors
+/// [`Error::Contract`](crate::Error::Contract) when lengths differ.
+#[track_caller]
+pub fn sgd_small<'s>(
+    step: &Step<'s>,
+    weights: LentMasters<'_, 's>,
+    gradients: &impl Source<'s, f32>,
+    velocity: LentState<'_, 's>,
+    hyper: &impl Source<'s, f32>,
+    groups: Option<&impl Source<'s, u32>>,
+    squared_norm: &impl Source<'s, f32>,
+) -> Result<()> {
+    let (mut weights, mut velocity) = match (weights, velocity) {
+        (LentMasters::F32 { mut weights, mut copy }, LentState::F32(mut velocity)) => {
+            let velocity = &mut velocity;
+            return sgd(step, &mut weights, copy.as_mut(), gradients, velocity, hyper, groups, squared_norm);
+        }
+        others => others,
+    };
+    check_rows("sgd", "hyper", kernel::slot::LEN, hyper)?;
+    let formats = (weights.stored(), velocity.stored());
+    let MasterArguments { weights, has_bf16, halves, corrections } = weights.arguments();
+    step.launch(kernel::sgd_small {
+        formats,
+        weights,
+        has_bf16,
+        halves,
+        corrections,
+        gradients: gradients.slice(),
+        velocity: velocity.words().out(),
         hyper: hyper.slice(),
         groups: groups.map_or_else(Slice::empty, Source::slice),
         squared_norm: squared_norm.slice(),

@@ -26,7 +26,7 @@ impl Gradients {
     /// [`Error::DeviceMemory`] when the device has no room.
     pub fn zeros(parameters: &Parameters) -> Result<Self> {
         let spec = parameters.spec().clone();
-        let values = Buffer::zeros(parameters.flat().device(), spec.elements())?;
+        let values = Buffer::zeros(parameters.device(), spec.elements())?;
         Ok(Self { flat: Flat { spec, values } })
     }
 

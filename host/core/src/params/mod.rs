@@ -1,7 +1,9 @@
 //! A model's parameters: their names and positions, and the flat regions of weights and gradients.
 
+mod contents;
 mod frozen;
 mod gradients;
+mod masters;
 mod matrix;
 mod nf4;
 mod region;
@@ -9,10 +11,16 @@ mod scope;
 mod spec;
 mod weights;
 
+pub use contents::RegionContents;
 pub use gradients::Gradients;
+pub(crate) use masters::MasterArguments;
+pub use masters::{LentMasters, LentState};
 pub use matrix::MatrixWeights;
 pub use nf4::Nf4Matrix;
 pub use scope::Scope;
 pub use spec::NOTES;
-pub use spec::{FrozenType, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, StackedParameters};
+pub use spec::{
+    FrozenType, MasterType, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, StackedParameters,
+    StateType,
+};
 pub use weights::Parameters;

@@ -6,6 +6,7 @@
 
 use super::spec::{FrozenType, ParameterEntry};
 use crate::arena::ALIGN_BYTES;
+use std::ops::Range;
 
 /// The region of a parameter, and its index there.
 #[derive(Clone, Copy, Debug)]
@@ -15,7 +16,7 @@ pub(super) enum Position {
 }
 
 /// The parameters of a flat region.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Region {
     pub(super) entries: Vec<ParameterEntry>,
     /// The elements, including padding between parameters.
@@ -42,6 +43,17 @@ impl Region {
     pub(super) fn fill(
         &self,
         offset: usize,
+        place: &mut [u8],
+        write: impl Fn(usize, &ParameterEntry, usize, &mut [u8]),
+    ) {
+        self.fill_as(ParameterEntry::bytes, offset, place, write);
+    }
+
+    /// Fills `place` like [`Region::fill`], of a region in which parameters have other bytes.
+    pub(super) fn fill_as(
+        &self,
+        bytes_of: impl Fn(&ParameterEntry) -> Range<usize>,
+        offset: usize,
         mut place: &mut [u8],
         write: impl Fn(usize, &ParameterEntry, usize, &mut [u8]),
     ) {
@@ -52,9 +64,9 @@ impl Region {
             place = rest;
             part
         };
-        let first = self.entries.partition_point(|entry| entry.bytes().end <= offset);
+        let first = self.entries.partition_point(|entry| bytes_of(entry).end <= offset);
         for (number, entry) in self.entries.iter().enumerate().skip(first) {
-            let bytes = entry.bytes();
+            let bytes = bytes_of(entry);
             let gap = take(bytes.start.saturating_sub(at));
             gap.fill(0);
             at += gap.len();
@@ -71,9 +83,14 @@ impl Region {
     /// Returns the name of the parameter that holds byte `offset` of the region, or precedes it,
     /// and the byte's offset within it.
     pub(super) fn name_at(&self, offset: usize) -> (String, usize) {
-        match self.entries.partition_point(|entry| entry.bytes().start <= offset) {
+        self.name_as(ParameterEntry::bytes, offset)
+    }
+
+    /// Returns the name like [`Region::name_at`], of a region in which parameters have other bytes.
+    pub(super) fn name_as(&self, bytes_of: impl Fn(&ParameterEntry) -> Range<usize>, offset: usize) -> (String, usize) {
+        match self.entries.partition_point(|entry| bytes_of(entry).start <= offset) {
             0 => ("padding".into(), offset),
-            end => (self.entries[end - 1].name.clone(), offset - self.entries[end - 1].bytes().start),
+            end => (self.entries[end - 1].name.clone(), offset - bytes_of(&self.entries[end - 1]).start),
         }
     }
 }

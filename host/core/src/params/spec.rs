@@ -21,6 +21,8 @@ use crate::params::region::{Position, Region};
 use crate::processors::have_threads;
 use crate::tensor::Shape;
 use half::bf16;
+use kernels::update::RUN;
+pub use kernels::update::{MasterType, StateType};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -131,15 +133,26 @@ impl ParameterEntry {
         start * bytes..end * bytes
     }
 
+    /// The parameter's byte range in a flat region of trained parameters that has `run_bytes` for
+    /// each 64 elements. If they are packed so that an element has no whole bytes, the range has
+    /// whole runs.
+    pub fn bytes_in(&self, run_bytes: usize) -> Range<usize> {
+        let (start, elements) = (self.start / RUN * run_bytes, self.shape.elements());
+        let whole = if run_bytes.is_multiple_of(RUN) { 1 } else { RUN };
+        start..start + elements.div_ceil(whole) * whole * run_bytes / RUN
+    }
+
     /// The bytes of an element.
     pub(super) fn element_bytes(&self) -> usize {
         if self.frozen == Some(FrozenType::Bf16) { size_of::<bf16>() } else { size_of::<f32>() }
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Shared {
     identity: u64,
+    masters: MasterType,
+    state: StateType,
     /// Each parameter's position, in the order in which they were added.
     positions: Vec<Position>,
     trained: Region,
@@ -175,6 +188,63 @@ impl ParameterSpec {
     /// Makes a builder without parameters.
     pub fn builder() -> ParameterSpecBuilder {
         ParameterSpecBuilder::default()
+    }
+
+    /// Sets the type in which trained weights are stored. The default is [`MasterType::F32`].
+    ///
+    /// [`MasterType::Split`] takes 3 bytes for each weight, instead of 4, or of 6 with a BF16 copy.
+    /// Products read the BF16 half. An update computes in f32, and rounds the weight to 24 bits.
+    /// Kernels that read f32 get all 24 bits, converted into memory of the step. An embedding of a
+    /// table reads the BF16 half.
+    ///
+    /// ```
+    /// use stepscope::parameters::{Initializer, MasterType};
+    /// use stepscope::prelude::*;
+    ///
+    /// # fn main() -> Result<()> {
+    /// # let device = Device::open(DeviceKind::Emulated)?;
+    /// let mut spec = ParameterSpec::builder();
+    /// let w = spec.add("w", [2], Initializer::Constant(0.1));
+    /// let spec = spec.build()?.with_masters(MasterType::Split);
+    /// let weights = Parameters::new(&device, &spec, 7)?;
+    /// assert_eq!(weights.read_as::<bf16>(w)?, [bf16::from_f32(0.1); 2]);
+    /// assert!((weights.read(w)?[0] / 0.1 - 1.0).abs() < 1.6e-5);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn with_masters(self, masters: MasterType) -> Self {
+        Self { shared: Arc::new(Shared { masters, ..Arc::unwrap_or_clone(self.shared) }) }
+    }
+
+    /// Sets the type in which an optimizer keeps its state, such as moments. The default is
+    /// [`StateType::F32`]. [`StateType::Bits8`] takes 1.0625 bytes instead of 4, for each weight and
+    /// each part of the state.
+    #[must_use]
+    pub fn with_state(self, state: StateType) -> Self {
+        Self { shared: Arc::new(Shared { state, ..Arc::unwrap_or_clone(self.shared) }) }
+    }
+
+    /// The type in which trained weights are stored; see [`ParameterSpec::with_masters`].
+    pub fn masters(&self) -> MasterType {
+        self.shared.masters
+    }
+
+    /// The type in which optimizers keep their state; see [`ParameterSpec::with_state`].
+    pub fn state(&self) -> StateType {
+        self.shared.state
+    }
+
+    /// True if the weights of a parameter are stored as BF16: frozen in BF16, or trained as split
+    /// masters.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec.
+    pub fn is_bf16(&self, parameter: Parameter) -> Result<bool> {
+        Ok(match self.entry(parameter)?.frozen {
+            Some(stored) => stored == FrozenType::Bf16,
+            None => self.shared.masters == MasterType::Split,
+        })
     }
 
     /// All trained parameters in order.
@@ -273,9 +343,25 @@ impl ParameterSpec {
         (size_of::<f32>() * f32.elements + size_of::<bf16>() * bf16.elements + size_of::<u32>() * nf4.elements) as u64
     }
 
-    /// True if both are the same spec, rather than merely equal ones.
+    /// The bytes that trained weights take on a device, without a BF16 copy.
+    pub fn masters_bytes(&self) -> u64 {
+        let each = match self.masters() {
+            MasterType::F32 => size_of::<f32>(),
+            MasterType::Split => size_of::<bf16>() + size_of::<i8>(),
+        };
+        (each * self.elements()) as u64
+    }
+
+    /// The bytes that each part of an optimizer's state takes on a device.
+    pub fn state_bytes(&self) -> u64 {
+        (self.elements() / RUN * self.state().run_words() * size_of::<u32>()) as u64
+    }
+
+    /// True if both are the same spec, rather than merely equal ones, with the same types of
+    /// weights and state.
     pub fn same(&self, other: &Self) -> bool {
-        self.shared.identity == other.shared.identity
+        let key = |spec: &Self| (spec.shared.identity, spec.shared.masters, spec.shared.state);
+        key(self) == key(other)
     }
 
     /// The shape of each member of a stack, and the number of elements from the start of one member

@@ -1,53 +1,30 @@
-//! Weights, which outlive steps: those that are trained in one flat region.
+//! Weights, which outlive steps: those that are trained, and those that are frozen.
 //!
-//! Invariant: the padding between parameters stays zero, and each parameter's position is the
-//! spec's. Whenever a kernel can read a BF16 copy, it equals the rounded weights, because all code
-//! that writes the weights also writes the copy.
+//! Invariant: each parameter's position is the spec's.
 
 #![forbid(unsafe_code)]
 
 use super::Gradients;
+use super::contents::{self, RegionContents, Values};
 use super::frozen::Frozen;
+use super::masters::{LentMasters, Masters};
 use super::matrix::MatrixWeights;
 use super::nf4::Nf4Matrix;
 use super::spec::{FrozenType, Parameter, ParameterEntry, ParameterSpec, StackedParameters};
-use crate::buffer::Buffer;
+use crate::buffer::{AnyBuffer, Buffer};
 use crate::device::Device;
 use crate::digest::hex;
 use crate::error::{Error, Quantity, Result, short};
 use crate::initializer::Initializer;
-use crate::launch::launch_on;
 use crate::non_finite::{NonFinite, all_finite, are_finite};
 use crate::random::SplitMix64;
 use crate::step::Step;
-use crate::tensor::{Element, Lent, LentMut, Memory, Shape, Source, Stored, Target, is_finite};
-use crate::upload::{Content, Transfer};
+use crate::tensor::{Element, Lent, Memory, Shape, Source, Stored, Target, is_finite};
+use crate::upload::Transfer;
 use cuda_std::float_mode;
 use half::bf16;
 use kernels::cast::cast_to_bf16;
 use sha2::{Digest, Sha256};
-use std::any::Any;
-use std::ops::Range;
-
-impl ParameterSpec {
-    /// Overwrites flat regions of this spec, each with its sources in the order of the entries.
-    pub(crate) fn overwrite(&self, regions: &[(&mut Buffer<f32>, Vec<&[u8]>)], transfer: Transfer<'_>) -> Result<()> {
-        let Some((first, _)) = regions.first() else { return Ok(()) };
-        let fill = |sources: &[&[u8]], offset: usize, place: &mut [u8]| {
-            self.trained().fill(offset, place, |number, _, within, part| {
-                part.copy_from_slice(&sources[number][within..][..part.len()]);
-            });
-        };
-        let fills: Vec<_> = regions
-            .iter()
-            .map(|(_, sources)| move |offset: usize, place: &mut [u8]| fill(sources, offset, place))
-            .collect();
-        let name = |offset| self.trained().name_at(offset);
-        let contents: Vec<_> =
-            regions.iter().zip(&fills).map(|((buffer, _), fill)| Content::new(buffer.memory(), fill, &name)).collect();
-        transfer.run(first.device(), &contents)
-    }
-}
 
 /// A flat region of a spec, accessed by parameter.
 #[derive(Debug)]
@@ -104,16 +81,15 @@ impl Flat {
 /// A model's weights on a device.
 #[derive(Debug)]
 pub struct Parameters {
-    flat: Flat,
-    /// The weights rounded to BF16, at the same positions.
-    copy: Option<Flat<bf16>>,
+    masters: Masters,
     frozen: Frozen,
     /// True if a caller has written values that are not finite, or was allowed to.
     unchecked: bool,
 }
 
 impl Parameters {
-    /// Makes weights with their initializers from `seed`. They are the same on every machine.
+    /// Makes weights with their initializers from `seed`. They are the same on every machine. The
+    /// trained ones are stored in the type of [`ParameterSpec::with_masters`].
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] when the device has no room.
@@ -129,24 +105,18 @@ impl Parameters {
                 Some(before)
             })
             .collect();
-        let fill = |offset: usize, place: &mut [u8]| {
-            spec.trained().fill(offset, place, |_, entry, within, part| {
-                draw(entry, within / size_of::<f32>(), seed, &drawn, part.as_chunks_mut().0, f32::to_le_bytes);
-            });
-        };
-        let values = Buffer::allocate(device, spec.elements())?;
-        let name = |offset| spec.trained().name_at(offset);
-        let content = Content::new(values.memory(), &fill, &name);
-        Transfer::new().run(device, &[content])?;
+        let mut masters = Masters::allocate(device, spec)?;
+        contents::upload(spec, &masters.contents_of(&Values::Drawn(seed, &drawn)), Transfer::new())?;
         let frozen = Frozen::new(device, spec, seed, &drawn)?;
-        Ok(Self { flat: Flat { spec: spec.clone(), values }, copy: None, frozen, unchecked: false })
+        Ok(Self { masters, frozen, unchecked: false })
     }
 
     /// Adds a BF16 copy of the weights, so that products read half the bytes. Each weight is
     /// rounded to nearest, ties to even, at the same position. The copy follows the weights: code
     /// that loads or writes the weights writes the copy too, and so does an update, in the same
     /// launch. Files do not contain the copy. [`Parameters::lend_as`] lends it. Frozen weights in
-    /// f32 get a copy too, unless all are gains or biases. Those in BF16 need none.
+    /// f32 get a copy too, unless all are gains or biases. Those in BF16 need none, and neither do
+    /// split masters.
     ///
     /// ```
     /// use stepscope::parameters::Initializer;
@@ -167,41 +137,36 @@ impl Parameters {
     /// # Errors
     /// [`Error::DeviceMemory`] when the device has no room.
     pub fn with_bf16_copy(self) -> Result<Self> {
-        let Flat { spec, values } = &self.flat;
-        let copy = Buffer::allocate(values.device(), spec.elements())?;
-        let copy = Some(Flat { spec: spec.clone(), values: copy });
-        let frozen = self.frozen.with_bf16_copy(spec)?;
-        let parameters = Self { copy, frozen, flat: self.flat, unchecked: self.unchecked };
-        parameters.round(0..parameters.flat.values.len())?;
-        Ok(parameters)
+        let frozen = self.frozen.with_bf16_copy(self.masters.spec())?;
+        Ok(Self { masters: self.masters.with_bf16_copy()?, frozen, unchecked: self.unchecked })
     }
 
-    /// Rounds these elements to the copy, if there is one. Call it after writing them, even if the
-    /// write failed.
-    fn round(&self, range: Range<usize>) -> Result<()> {
-        let Some(copy) = &self.copy else { return Ok(()) };
-        let weights = self.flat.values.memory().part(range.start, range.len());
-        let copy = copy.values.memory().part(range.start, range.len());
-        launch_on(self.flat.values.device(), &cast_to_bf16 { x: weights.as_slice(), out: copy.as_out() })
-    }
-
-    /// Overwrites all trained weights, and other regions of the spec in the same transfer, each
-    /// with its sources in the order of the entries.
+    /// Overwrites all trained weights, and other regions of the spec in the same transfer. The
+    /// sources of [`Parameters::regions`] are those of each parameter, in the order of the entries.
+    ///
+    /// # Panics
+    /// Panics unless there are sources for each region.
     pub fn overwrite<'r>(
         &mut self,
-        weights: Vec<&'r [u8]>,
-        others: impl IntoIterator<Item = (&'r mut Buffer<f32>, Vec<&'r [u8]>)>,
+        weights: Vec<Vec<&'r [u8]>>,
+        others: impl IntoIterator<Item = RegionContents<'r>>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
         self.unchecked |= transfer.allowed() == NonFinite::Allow;
-        let Flat { spec, values } = &mut self.flat;
-        let mut regions = vec![(values, weights)];
-        for (region, sources) in others {
-            regions.push((region, sources));
+        let spec = self.spec().clone();
+        let mut contents = self.masters.contents(weights);
+        // Pushed one by one, because these borrows may end later.
+        for content in others {
+            contents.push(content);
         }
-        let overwritten = spec.overwrite(&regions, transfer);
-        // A failed upload may have changed some weights.
-        let rounded = self.round(0..self.flat.values.len());
+        let overwritten = contents::upload(&spec, &contents, transfer);
+        drop(contents);
+        self.round_after(overwritten)
+    }
+
+    /// Rounds all weights to their copy. A failed upload may have changed some weights.
+    fn round_after(&self, overwritten: Result<()>) -> Result<()> {
+        let rounded = self.masters.round(0..self.spec().elements());
         overwritten.and(rounded)
     }
 
@@ -222,7 +187,7 @@ impl Parameters {
         mut source: impl FnMut(&ParameterEntry) -> Option<&'b [u8]>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
-        let spec = self.spec();
+        let spec = self.spec().clone();
         let checked = |entry: &ParameterEntry| {
             let (expected, found) = (entry.bytes().len(), source(entry));
             found.filter(|bytes| bytes.len() == expected).ok_or_else(|| {
@@ -232,12 +197,20 @@ impl Parameters {
         };
         let sources: Vec<&[u8]> = spec.entries().iter().map(checked).collect::<Result<_>>()?;
         transfer.allowed().check((None, Quantity::Weight), spec.finite_bytes("", &sources))?;
-        self.overwrite(sources, [], transfer)
+        self.unchecked |= transfer.allowed() == NonFinite::Allow;
+        let values = Values::Bytes(&sources);
+        let overwritten = contents::upload(&spec, &self.masters.contents_of(&values), transfer);
+        self.round_after(overwritten)
     }
 
     /// The names, shapes and positions.
     pub fn spec(&self) -> &ParameterSpec {
-        &self.flat.spec
+        self.masters.spec()
+    }
+
+    /// The device of the weights.
+    pub fn device(&self) -> &Device {
+        self.masters.device()
     }
 
     /// Returns the error text for the first tensor that is not finite: of the gradients, if given,
@@ -249,7 +222,7 @@ impl Parameters {
         {
             return Ok(format!("the gradient of `{name}`{seen}"));
         }
-        if let Some(name) = self.flat.first_not_finite()? {
+        if let Some(name) = self.masters.first_not_finite()? {
             return Ok(format!("`{name}`{seen}"));
         }
         if let Some(name) = self.frozen.first_not_finite(self.spec())? {
@@ -262,7 +235,7 @@ impl Parameters {
     /// Returns an error that names the first tensor that is not finite, after this many updates.
     /// Waits.
     pub fn check_finite(&self, update: u64) -> Result<()> {
-        let first = self.flat.first_not_finite()?.map(|name| (name.to_owned(), false));
+        let first = self.masters.first_not_finite()?.map(|name| (name.to_owned(), false));
         NonFinite::Reject.check((Some(update), Quantity::Weight), first)
     }
 
@@ -309,18 +282,7 @@ impl Parameters {
         if let Some(stored) = entry.frozen() {
             return self.frozen.lend(step, entry, stored);
         }
-        let (memory, shape) = self.flat_as::<S>()?.part(step, parameter, false)?;
-        Ok(MatrixWeights::Lent(Lent::new(memory, shape)))
-    }
-
-    /// Returns the region of this type.
-    fn flat_as<S: Stored>(&self) -> Result<&Flat<S>> {
-        let copy = self.copy.as_ref().map(|copy| copy as &dyn Any);
-        let found = [Some(&self.flat as &dyn Any), copy].into_iter().flatten().find_map(|flat| flat.downcast_ref());
-        found.ok_or_else(|| {
-            let expected = "a copy of the weights in bf16, which `Parameters::with_bf16_copy` makes";
-            Error::misuse("lend_as", expected, "only f32 weights")
-        })
+        self.masters.lend(step, entry.range(), entry.shape())
     }
 
     /// Lends a stack's weights from the first member's start to the last member's end, flat.
@@ -344,8 +306,9 @@ impl Parameters {
         if let Some(stored) = self.spec().head(stack)?.frozen() {
             return self.frozen.lend_stack(step, self.spec(), stack, stored);
         }
-        let (memory, shape) = self.flat_as::<S>()?.stack(step, stack, false)?;
-        Ok(Lent::new(memory, shape))
+        let (span, _) = self.spec().span(stack)?;
+        let shape = [span.len()].into();
+        Ok(self.masters.lend(step, span, shape)?.keep())
     }
 
     /// Waits, and returns one parameter's weights.
@@ -361,19 +324,25 @@ impl Parameters {
         let entry = self.spec().entry(parameter)?;
         match entry.frozen() {
             Some(stored) => self.frozen.read(entry, stored),
-            None => Ok(self.flat.read(parameter)?.into_iter().map(S::narrow).collect()),
+            None => Ok(self.masters.read(entry.range())?.into_iter().map(S::narrow).collect()),
         }
     }
 
-    /// All trained weights as one flat region of the spec.
-    pub fn flat(&self) -> &Buffer<f32> {
-        &self.flat.values
+    /// Waits, and returns all trained weights as one flat region of the spec.
+    pub fn read_flat(&self) -> Result<Vec<f32>> {
+        self.masters.read(0..self.spec().elements())
     }
 
-    /// The BF16 copy of all trained weights, a flat region with the same positions, if there is
-    /// one.
+    /// The flat regions in which the trained weights are stored: one of f32, or the halves of split
+    /// masters and then their corrections, four in a word.
+    pub fn regions(&self) -> Vec<AnyBuffer<'_>> {
+        self.masters.regions()
+    }
+
+    /// The flat region of BF16 that products read, with the same positions, if there is one: the
+    /// copy of all trained weights, or the halves of split masters.
     pub fn bf16_copy(&self) -> Option<&Buffer<bf16>> {
-        self.copy.as_ref().map(|copy| &copy.values)
+        self.masters.bf16().map(|region| &region.values)
     }
 
     /// Overwrites one parameter's weights, row-major, after the work queued before.
@@ -388,7 +357,8 @@ impl Parameters {
     /// Overwrites one parameter's weights like [`Parameters::write`], with values of S. They are
     /// converted to the parameter's type: exactly to f32, rounded to BF16, and quantised to NF4.
     pub fn write_as<S: Stored>(&mut self, parameter: Parameter, values: &[S]) -> Result<()> {
-        let entry = self.flat.spec.entry(parameter)?;
+        let spec = self.spec().clone();
+        let entry = spec.entry(parameter)?;
         let range = entry.range();
         if values.len() != entry.shape().elements() {
             let expected = format!("{} values for `{}` {}", entry.shape().elements(), entry.name(), entry.shape());
@@ -398,14 +368,11 @@ impl Parameters {
         if let Some(stored) = entry.frozen() {
             return self.frozen.write(entry, stored, values);
         }
-        let written = if <S as Element>::NAME == f32::NAME {
-            self.flat.values.write(range.start, bytemuck::cast_slice(values))
-        } else {
-            let values: Vec<f32> = values.iter().map(|value| value.widen()).collect();
-            self.flat.values.write(range.start, &values)
-        };
-        let rounded = self.round(range);
-        written.and(rounded)
+        if <S as Element>::NAME == f32::NAME {
+            return self.masters.write(range.start, bytemuck::cast_slice(values));
+        }
+        let values: Vec<f32> = values.iter().map(|value| value.widen()).collect();
+        self.masters.write(range.start, &values)
     }
 
     /// Overwrites a matrix of a parameter that is frozen in NF4. `number` is its place among the
@@ -415,7 +382,7 @@ impl Parameters {
     /// [`Error::Misuse`] when the parameter is not in NF4, has no such matrix, or the matrix has
     /// other extents.
     pub fn write_nf4(&mut self, parameter: Parameter, number: usize, matrix: &Nf4Matrix<'_>) -> Result<()> {
-        let entry = nf4_entry("write_nf4", &self.flat.spec, parameter)?;
+        let entry = nf4_entry("write_nf4", self.masters.spec(), parameter)?;
         self.unchecked |= !matrix.factors.iter().chain([&matrix.offset]).all(|&value| is_finite(value));
         self.frozen.write_nf4(entry, number, matrix)
     }
@@ -428,7 +395,7 @@ impl Parameters {
     /// [`Error::Misuse`] when the parameter is not in NF4, has no such matrix, or the number of
     /// weights differs.
     pub fn quantise<S: Stored>(&mut self, parameter: Parameter, number: usize, weights: &[S]) -> Result<()> {
-        let entry = nf4_entry("quantise", &self.flat.spec, parameter)?;
+        let entry = nf4_entry("quantise", self.masters.spec(), parameter)?;
         self.unchecked |= !are_finite(weights);
         self.frozen.quantise(entry, number, weights)
     }
@@ -439,38 +406,35 @@ impl Parameters {
         self.frozen.sha256(self.spec())
     }
 
-    /// Lends all trained weights as one flat region, with their BF16 copy if there is one, to
-    /// kernels of a step that write them. Write both, so that the copy equals the rounded weights,
-    /// and keep the padding between parameters zero.
+    /// Lends all trained weights to kernels of a step that write them.
     ///
     /// # Errors
     /// [`Error::Misuse`] when they are on another device.
-    pub fn lend_flat_mut<'b, 's>(
-        &'b mut self,
-        step: &Step<'s>,
-    ) -> Result<(LentMut<'b, 's>, Option<LentMut<'b, 's, bf16>>)> {
-        let elements = [self.flat.values.len()];
-        let weights = step.lend_mut(&mut self.flat.values, elements)?;
-        let copy = self.copy.as_mut().map(|copy| step.lend_mut(&mut copy.values, elements)).transpose()?;
-        Ok((weights, copy))
+    pub fn lend_masters<'b, 's>(&'b mut self, step: &Step<'s>) -> Result<LentMasters<'b, 's>> {
+        self.masters.lend_mut(step)
     }
 
     /// Queues the rounding of all weights to their copy, if there is one.
     #[track_caller]
     pub fn queue_copy(&mut self, step: &Step<'_>) -> Result<()> {
-        match self.lend_flat_mut(step)? {
-            (weights, Some(mut copy)) => step.launch(cast_to_bf16 { x: weights.slice(), out: copy.out() }),
-            (_, None) => Ok(()),
+        match self.lend_masters(step)? {
+            LentMasters::F32 { weights, copy: Some(mut copy) } => {
+                step.launch(cast_to_bf16 { x: weights.slice(), out: copy.out() })
+            }
+            LentMasters::F32 { copy: None, .. } | LentMasters::Split { .. } => Ok(()),
         }
     }
 
-    /// The SHA-256 of names, shapes and the trained weights' bytes (little-endian), in the spec's
-    /// order, in hexadecimal.
+    /// The SHA-256 of names, shapes and the trained weights' bytes (little-endian f32), in the
+    /// spec's order, in hexadecimal.
     pub fn sha256(&self) -> Result<String> {
         let mut hash = Sha256::new();
         for entry in self.spec().entries() {
             hash.update(format!("{}{}\n", entry.name(), entry.shape()));
-            self.flat.values.hash_into(&mut hash, entry.range())?;
+            self.masters.for_each_piece(entry.range(), &mut |piece| {
+                hash.update(bytemuck::cast_slice(piece));
+                Ok(())
+            })?;
         }
         Ok(hex(&hash.finalize()))
     }

@@ -129,6 +129,14 @@ impl<'t, 's> Op<'_, 't, 's> {
         Ok(entry.frozen())
     }
 
+    /// True if the weights of a parameter are stored as BF16; see [`ParameterSpec::is_bf16`](crate::ParameterSpec::is_bf16).
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when the handle belongs to another parameter spec.
+    pub fn is_bf16(&self, parameter: Parameter) -> Result<bool> {
+        self.tape.parameters.spec().is_bf16(parameter).map_err(|error| error.in_op(self.name))
+    }
+
     /// True unless the op depends on frozen parameters, and on nothing that has a gradient. Then
     /// it is not recorded, its result is a constant, and its backward pass does not run.
     pub(crate) fn is_recorded(&self) -> bool {

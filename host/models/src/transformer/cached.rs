@@ -6,9 +6,7 @@
 
 use super::{Block, Transformer};
 use stepscope_core::ops::{self, Activation, Gemm, RotaryScaling};
-use stepscope_core::{
-    FrozenType, Indices, Parameter, Parameters, Result, ScratchStep, Source, Step, Tape, Tensor, Var,
-};
+use stepscope_core::{Indices, Parameter, Parameters, Result, ScratchStep, Source, Step, Tape, Tensor, Var};
 use stepscope_train::nn::{KeyValueCache, NextTokens};
 
 impl Transformer {
@@ -50,9 +48,9 @@ impl Transformer {
     ) -> Result<Tensor<'i>> {
         let row = |table: Parameter, id: &Indices<'s>| -> Result<Tensor<'i, S>> {
             let id = scratch.lend_indices(id);
-            match weights.spec().entry(table)?.frozen() {
-                Some(FrozenType::Bf16) => ops::embedding_bf16(scratch, &weights.lend_as(scratch, table)?, &id),
-                _ => ops::embedding(scratch, &weights.lend(scratch, table)?, &id),
+            match weights.spec().is_bf16(table)? {
+                true => ops::embedding_bf16(scratch, &weights.lend_as(scratch, table)?, &id),
+                false => ops::embedding(scratch, &weights.lend(scratch, table)?, &id),
             }
         };
         let count = tokens.shape().elements();

@@ -4,7 +4,7 @@
 
 use super::parameter_groups::ParameterGroup;
 use super::range::{at_least_zero, expect, expect_clip};
-use super::rule::{UpdateArguments, UpdateRule, expect_state};
+use super::rule::{SmallUpdateArguments, UpdateArguments, UpdateRule, expect_state};
 use super::schedule::Schedule;
 use cuda_std::float_mode;
 use kernels::adamw::slot;
@@ -118,6 +118,12 @@ impl UpdateRule for AdamW {
             groups.as_ref(),
             squared_norm,
         )
+    }
+
+    fn queue_small<'s>(&self, step: &Step<'s>, arguments: SmallUpdateArguments<'_, 's>) -> Result<()> {
+        let SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm } = arguments;
+        let moments = expect_state("adamw", self.state(), state)?;
+        ops::adamw_small(step, weights, &gradients, moments, &settings, groups.as_ref(), squared_norm)
     }
 }
 

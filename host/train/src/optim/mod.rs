@@ -13,13 +13,17 @@ mod range;
 mod rule;
 mod schedule;
 mod sgd;
+mod state;
 mod ticket;
 mod update;
 
 pub use adamw::AdamW;
 pub use optimizer::Optimizer;
 pub use parameter_groups::{ParameterGroup, ParameterGroups};
-pub use rule::{UpdateArguments, UpdateRule};
+pub use rule::{SmallUpdateArguments, UpdateArguments, UpdateRule};
 pub use schedule::{Decay, Schedule};
 pub use sgd::Sgd;
+pub(crate) use state::State;
+#[cfg(feature = "group")]
+pub(crate) use state::words;
 pub use ticket::UpdateTicket;

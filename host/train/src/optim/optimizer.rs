@@ -6,7 +6,8 @@
 #![forbid(unsafe_code)]
 
 use super::parameter_groups::{ParameterGroup, ParameterGroups};
-use super::rule::{UpdateArguments, UpdateRule};
+use super::rule::{SmallUpdateArguments, UpdateArguments, UpdateRule};
+use super::state::State;
 use super::ticket::{UpdateTicket, Updates};
 use cuda_std::float_mode;
 use cuda_std::launch::Extent;
@@ -16,7 +17,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use stepscope_core::internals::{Memory, is_finite, watch_launches};
 use stepscope_core::{
-    Buffer, Error, Gradients, ParameterEntry, ParameterSpec, Parameters, Phase, Result, Source, Step, Tensor, ops,
+    AnyBuffer, Buffer, Error, Gradients, LentMasters, LentMut, LentState, ParameterEntry, ParameterSpec, Parameters,
+    Phase, Result, Source, Step, Tensor, ops,
 };
 
 /// An optimizer that updates weights by a rule `R` and keeps the rule's state on the device.
@@ -30,7 +32,7 @@ pub struct Optimizer<R: ?Sized> {
     runs: Option<Buffer<u32>>,
     /// The settings of the prepared update, by group.
     settings: Buffer<f32>,
-    state: Vec<Buffer<f32>>,
+    state: Vec<State>,
     /// The elements that the state covers and that an update changes, in ascending order: all
     /// elements, unless the ranks of a group divide them.
     slices: Vec<Range<usize>>,
@@ -73,10 +75,11 @@ impl<R: UpdateRule> Optimizer<R> {
     pub fn new(parameters: &Parameters, rule: R) -> Result<Self> {
         rule.check()?;
         let declared = Declared::of(&rule)?;
-        let (device, spec) = (parameters.flat().device(), parameters.spec().clone());
+        let (device, spec) = (parameters.device(), parameters.spec().clone());
         let groups = vec![ParameterGroup::default()];
         let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
-        let state = declared.state.iter().map(|_| Buffer::zeros(device, spec.elements())).collect::<Result<_>>()?;
+        let zeros = |_| State::zeros(device, spec.state(), spec.elements());
+        let state = declared.state.iter().map(zeros).collect::<Result<_>>()?;
         let updates = Arc::new(Updates::new(declared.name, 0));
         let slices = std::iter::once(0..spec.elements()).collect();
         Ok(Self { spec, updates, groups, runs: None, settings, state, slices, declared, rule })
@@ -236,14 +239,12 @@ impl<R: UpdateRule> Optimizer<R> {
         let elements = [self.spec.elements()];
         for (slice, start) in with_places(&self.slices) {
             let gradients = step.lend(gradients.flat(), elements)?.part(slice.clone());
-            let (weights, copy) = parameters.lend_flat_mut(step)?;
-            let weights = weights.part(slice.clone());
-            let copy = copy.filter(|_| writes_copy).map(|copy| copy.part(slice.clone()));
-            let kept = self.state.iter_mut().map(|state| {
-                let all = [state.len()];
-                Ok(step.lend_mut(state, all)?.part(start..start + slice.len()))
-            });
-            let state = kept.collect::<Result<_>>()?;
+            let weights = match parameters.lend_masters(step)?.part(slice.clone()) {
+                LentMasters::F32 { weights, copy } => LentMasters::F32 { weights, copy: copy.filter(|_| writes_copy) },
+                split @ LentMasters::Split { .. } => split,
+            };
+            let kept = self.state.iter_mut().map(|state| state.lend_mut(step, start..start + slice.len()));
+            let state = kept.collect::<Result<Vec<_>>>()?;
             let settings = match self.groups.len() {
                 1 => step.lend(&self.settings, [self.settings.len()])?,
                 groups => step.lend(&self.settings, [groups, self.settings.len() / groups])?,
@@ -251,14 +252,46 @@ impl<R: UpdateRule> Optimizer<R> {
             let runs = slice.start / RUN..slice.end.div_ceil(RUN);
             let all_runs = self.runs.as_ref().map(|all| step.lend(all, [all.len()])).transpose()?;
             let groups = all_runs.map(|all| all.part(runs));
-            let promised =
-                Promised { copy: copy.as_ref().map(Source::memory), groups: groups.as_ref().map(Source::memory) };
-            let arguments = UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm };
-            let (queued, extents) = watch_launches(step, || self.rule.queue(step, arguments));
+            let copy = match &weights {
+                LentMasters::F32 { copy, .. } => copy.as_ref().map(Source::memory),
+                LentMasters::Split { .. } => None,
+            };
+            let promised = Promised { copy, groups: groups.as_ref().map(Source::memory) };
+            let (queued, extents) = watch_launches(step, || match in_f32(weights, state) {
+                Ok((weights, copy, state)) => {
+                    let arguments = UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm };
+                    self.rule.queue(step, arguments)
+                }
+                Err((weights, state)) => {
+                    let arguments = SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm };
+                    self.rule.queue_small(step, arguments)
+                }
+            });
             queued?;
             promised.check(self.declared.name, &extents)?;
         }
         Ok(())
+    }
+}
+
+/// Weights, their BF16 copy, and the state, all in f32.
+type InF32<'b, 's> = (LentMut<'b, 's>, Option<LentMut<'b, 's, bf16>>, Vec<LentMut<'b, 's>>);
+
+/// Returns weights and state in f32, or both as they are if one is not in f32.
+fn in_f32<'b, 's>(
+    weights: LentMasters<'b, 's>,
+    state: Vec<LentState<'b, 's>>,
+) -> std::result::Result<InF32<'b, 's>, (LentMasters<'b, 's>, Vec<LentState<'b, 's>>)> {
+    let small = state.iter().any(|state| matches!(state, LentState::Bits8(_)));
+    match weights {
+        LentMasters::F32 { weights, copy } if !small => {
+            let state = state.into_iter().filter_map(|state| match state {
+                LentState::F32(state) => Some(state),
+                LentState::Bits8(_) => None,
+            });
+            Ok((weights, copy, state.collect()))
+        }
+        weights => Err((weights, state)),
     }
 }
 
@@ -333,19 +366,24 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
     }
 
     /// The rule's state for each weight, in the order of [`UpdateRule::state`]. Each part is flat,
-    /// in the parameters' order. In a group it covers the slices that this rank updates, one after
-    /// another.
-    pub fn state(&self) -> &[Buffer<f32>] {
-        &self.state
+    /// in the parameters' order, and stored as [`ParameterSpec::state`] states. In a group it
+    /// covers the slices that this rank updates, one after another.
+    pub fn state(&self) -> Vec<AnyBuffer<'_>> {
+        self.state.iter().map(State::buffer).collect()
     }
 
     /// Returns the state if it covers all weights.
-    pub(crate) fn whole_state(&self) -> Result<&[Buffer<f32>]> {
+    pub(crate) fn whole_state(&self) -> Result<&[State]> {
         if self.slices == std::slice::from_ref(&(0..self.spec.elements())) {
             return Ok(&self.state);
         }
         let expected = "the state of all weights: in a group, leave updates, saves and restores to the trainer";
         Err(Error::misuse(self.name(), expected, format!("the state of elements {:?}", self.slices)))
+    }
+
+    /// The state of the slices that are here.
+    pub(crate) fn kept_state(&self) -> &[State] {
+        &self.state
     }
 
     /// The elements whose state is here, in ascending order.
@@ -362,13 +400,13 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
         }
         let elements = slices.iter().map(Range::len).sum::<usize>();
         for state in &mut self.state {
-            let mut kept = Buffer::zeros(state.device(), elements.max(1))?;
+            let mut kept = State::zeros(self.settings.device(), self.spec.state(), elements)?;
             for (new, to) in with_places(&slices) {
                 for (old, from) in with_places(&self.slices) {
                     let both = old.start.max(new.start)..old.end.min(new.end);
                     if !both.is_empty() {
-                        let known = state.read_range(from + both.start - old.start, both.len())?;
-                        kept.write(to + both.start - new.start, &known)?;
+                        let place = from + both.start - old.start;
+                        kept.copy(to + both.start - new.start, state, place..place + both.len())?;
                     }
                 }
             }
@@ -397,7 +435,7 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
     }
 
     /// Returns the state, to be overwritten with the state after `updates` updates.
-    pub(crate) fn restore(&mut self, updates: u64) -> &mut [Buffer<f32>] {
+    pub(crate) fn restore(&mut self, updates: u64) -> &mut [State] {
         self.updates.reset(updates);
         &mut self.state
     }

@@ -9,7 +9,7 @@
 
 use super::parameter_groups::ParameterGroup;
 use half::bf16;
-use stepscope_core::{Error, Lent, LentMut, Result, Step, Tensor};
+use stepscope_core::{Error, Lent, LentMasters, LentMut, LentState, Result, Step, Tensor};
 
 /// A rule by which an optimizer updates weights, with its settings: [`AdamW`](crate::AdamW),
 /// [`Sgd`](crate::Sgd), or a struct of yours. [`Optimizer`](crate::Optimizer) does the rest.
@@ -114,6 +114,36 @@ pub trait UpdateRule: 'static {
     /// weights that its rank updates.
     #[track_caller]
     fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()>;
+
+    /// Queues an update like [`UpdateRule::queue`], of weights or state that are not stored in f32.
+    /// The default refuses them. Write all parts of the weights, a BF16 copy too.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a rule without this method.
+    #[track_caller]
+    fn queue_small<'s>(&self, _: &Step<'s>, arguments: SmallUpdateArguments<'_, 's>) -> Result<()> {
+        let stored: Vec<_> = arguments.state.iter().map(LentState::stored).collect();
+        let got = format!("{:?} masters and the state {stored:?}", arguments.weights.stored());
+        Err(Error::misuse(self.name(), "weights and state in f32, because the rule has no `queue_small`", got))
+    }
+}
+
+/// The memory that an update reads and writes, like [`UpdateArguments`], in any type.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct SmallUpdateArguments<'b, 's> {
+    /// All weights. Keep the padding between parameters zero.
+    pub weights: LentMasters<'b, 's>,
+    /// All gradients, before clipping.
+    pub gradients: Lent<'b, 's>,
+    /// The regions that [`UpdateRule::state`] names, in the same order.
+    pub state: Vec<LentState<'b, 's>>,
+    /// The settings of the update, as in [`UpdateArguments::settings`].
+    pub settings: Lent<'b, 's>,
+    /// The group of each run of 64 elements, if there are several groups.
+    pub groups: Option<Lent<'b, 's, u32>>,
+    /// The squared L2 norm of all gradients together, `[1]`.
+    pub squared_norm: &'b Tensor<'s>,
 }
 
 /// The memory that an update reads and writes: flat regions of one parameter spec, and the values
@@ -144,11 +174,7 @@ pub struct UpdateArguments<'b, 's> {
 ///
 /// # Errors
 /// [`Error::Misuse`] unless there are as many parts as the rule has.
-pub(super) fn expect_state<'b, 's, const N: usize>(
-    op: &'static str,
-    names: &[&str],
-    state: Vec<LentMut<'b, 's>>,
-) -> Result<[LentMut<'b, 's>; N]> {
+pub(super) fn expect_state<S, const N: usize>(op: &'static str, names: &[&str], state: Vec<S>) -> Result<[S; N]> {
     state.try_into().map_err(|state: Vec<_>| {
         let expected = format!("the state {names:?}: a rule that wraps this one returns the same from `state`");
         Error::misuse(op, expected, format!("{} parts", state.len()))

@@ -4,7 +4,7 @@
 
 use super::parameter_groups::ParameterGroup;
 use super::range::{at_least_zero, expect, expect_clip};
-use super::rule::{UpdateArguments, UpdateRule, expect_state};
+use super::rule::{SmallUpdateArguments, UpdateArguments, UpdateRule, expect_state};
 use super::schedule::Schedule;
 use kernels::sgd::slot;
 use stepscope_core::{Result, Step, ops};
@@ -104,5 +104,11 @@ impl UpdateRule for Sgd {
         let [mut velocity] = expect_state("sgd", self.state(), state)?;
         let velocity = &mut velocity;
         ops::sgd(step, &mut weights, copy.as_mut(), &gradients, velocity, &settings, groups.as_ref(), squared_norm)
+    }
+
+    fn queue_small<'s>(&self, step: &Step<'s>, arguments: SmallUpdateArguments<'_, 's>) -> Result<()> {
+        let SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm } = arguments;
+        let [velocity] = expect_state("sgd", self.state(), state)?;
+        ops::sgd_small(step, weights, &gradients, velocity, &settings, groups.as_ref(), squared_norm)
     }
 }

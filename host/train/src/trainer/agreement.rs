@@ -37,13 +37,15 @@ pub(super) fn of_optimizer<R: UpdateRule>(
     let mut settings = WeightSettings::default();
     settings.add("shards", shards.to_string());
     settings.add("kernels' results", sha256(KernelTest::registered()?.results));
-    if parameters.flat().device().description().kind == DeviceKind::Cuda {
+    if parameters.device().description().kind == DeviceKind::Cuda {
         settings.add("PTX", format!("{:?}", ptx_builds()));
     }
     let spec = parameters.spec();
     let place = |entry: &ParameterEntry| format!("{} {}", entry.name(), entry.shape());
     let places: Vec<String> = spec.entries().iter().map(place).collect();
     settings.add("parameters", format!("{}: {}", places.len(), places.join(", ")));
+    settings.add("master weights", format!("{:?}", spec.masters()));
+    settings.add("type of the optimizer's state", format!("{:?}", spec.state()));
     settings.add("BF16 copy of the weights", parameters.bf16_copy().is_some().to_string());
     settings.add("updates made", optimizer.updates().to_string());
     let Some(configuration) = optimizer.configuration()? else {

@@ -9,14 +9,14 @@ use super::model::{LABELS, Model, TrainState};
 use super::setup::Trainer;
 use super::stage::Queued;
 use crate::checkpoint::Checkpoint;
-use crate::optim::UpdateRule;
+use crate::optim::{State, UpdateRule};
 use cuda_std::float_mode;
 use std::panic::Location;
 use std::slice;
 use std::sync::atomic::Ordering;
 use stepscope_core::internals::is_finite;
 use stepscope_core::ops::Cast;
-use stepscope_core::{Arena, Buffer, EagerStep, Error, MemoryShortage, Quantity, Result, Var, ops};
+use stepscope_core::{Arena, EagerStep, Error, MemoryShortage, Quantity, Result, Var, ops};
 
 /// Receives callbacks while an epoch runs. The default functions do nothing.
 pub trait Observer {
@@ -327,11 +327,10 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         let mut notes = [&[(PROGRESS, progress.to_string())], notes].concat();
         notes.extend(generator.iter().map(|generator| (DROPOUT_SEED, generator.seed().to_string())));
         notes.extend(self.state().deciding_capability().map(|capability| (CAPABILITY, capability.to_string())));
-        let write = |state: &[Buffer<f32>]| {
-            Checkpoint::save_whole(path, parameters, Some(optimizer), state, &notes, self.non_finite)
-        };
+        let write =
+            |state: &[State]| Checkpoint::save_whole(path, parameters, Some(optimizer), state, &notes, self.non_finite);
         let saved = match self.agree() {
-            Ok(()) => sync.save(optimizer, &write, Location::caller()),
+            Ok(()) => sync.save(parameters, optimizer, &write, Location::caller()),
             Err(error) => Err(error),
         };
         self.share_error(saved)

@@ -116,7 +116,7 @@ impl<M, R: UpdateRule> TrainState<M, R> {
     /// Adds a dropout generator. Its numbers follow from `seed`, the number of the update and the
     /// part of the batch. A trainer's checkpoint stores the seed.
     pub fn with_dropout(self, seed: u64) -> Result<Self> {
-        let generator = Generator::new(self.parameters.flat().device(), seed)?;
+        let generator = Generator::new(self.parameters.device(), seed)?;
         Ok(Self { generator: Some(generator), ..self })
     }
 
@@ -281,7 +281,7 @@ impl<M, R: UpdateRule> TrainState<M, R> {
     /// its matrix instructions: only f32 multiplies have the same bits with each. The emulator has
     /// the rule of 9.0.
     pub(super) fn deciding_capability(&self) -> Option<u32> {
-        let device = self.parameters.flat().device();
+        let device = self.parameters.device();
         let decides = self.precision != Precision::F32 || self.parameters.bf16_copy().is_some();
         decides.then(|| device.description().capability.unwrap_or(90))
     }

@@ -21,14 +21,15 @@ use super::agreement;
 use super::model::TrainState;
 use super::sync::{CallSite, Ending, GradientSync, Metric, OwnParts, Updated};
 use crate::checkpoint::Checkpoint;
-use crate::optim::{Optimizer, UpdateRule, UpdateTicket};
+use crate::optim::{Optimizer, State, UpdateRule, UpdateTicket, words};
+use kernels::update::RUN;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::convert::Infallible;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
-use stepscope_core::internals::{self, hex};
+use stepscope_core::internals::{self, Memory, hex};
 use stepscope_core::{
     Arena, Buffer, Error, Gradients, MemoryShortage, Parameter, ParameterEntry, Parameters, Phase, Result, ops,
 };
@@ -127,7 +128,7 @@ impl Shards {
             let expected = format!("shards: a power of two and a multiple of the ranks, of which at most {MOST_RANKS}");
             return Err(Error::misuse("in_group", expected, format!("{shards} shards for {ranks} ranks")));
         }
-        let device = parameters.flat().device();
+        let device = parameters.device();
         let elements = parameters.spec().elements();
         let state = if ranks > 1 {
             let state = group.broadcast_error(state_sha256(optimizer))?;
@@ -227,22 +228,40 @@ impl Shards {
     }
 
     /// Gathers one part of the optimizer's state from all slices.
-    fn whole(&self, state: &Buffer<f32>) -> Result<Buffer<f32>> {
+    fn whole(&self, parameters: &Parameters, state: &State) -> Result<State> {
         let Self { group, slices, .. } = self;
-        let (ranks, mut start) = (0..group.ranks(), 0);
-        let whole = Buffer::zeros(state.device(), slices.elements())?;
+        let (ranks, stored, mut start) = (0..group.ranks(), parameters.spec().state(), 0);
+        let whole = State::zeros(parameters.device(), stored, slices.elements())?;
+        let part = |memory: Memory<f32>, elements: Range<usize>| {
+            let words = words(stored, &elements);
+            memory.part(words.start, words.len())
+        };
         let of_slice = |slice: Range<usize>| {
             start += slice.len();
-            state.memory().part(start - slice.len(), slice.len())
+            part(state.buffer().words(), start - slice.len()..start)
         };
         let own: Vec<_> = slices.of(group.rank()).into_iter().map(of_slice).collect();
         let sends: Vec<_> = ranks.clone().flat_map(|to| own.iter().map(move |&part| (to, part))).collect();
-        let place = |from: usize, slice: Range<usize>| (from, whole.memory().part(slice.start, slice.len()));
+        let place = |from: usize, slice: Range<usize>| (from, part(whole.buffer().words(), slice));
         let of_rank = |from: usize| slices.of(from).into_iter().map(move |slice| place(from, slice));
         let receives: Vec<_> = ranks.flat_map(of_rank).collect();
         // SAFETY: the state and the new buffer are freed in stream order.
         unsafe { group.exchange(&sends, &receives)? };
         Ok(whole)
+    }
+
+    /// Gathers the weights from all slices, each region in which they are stored.
+    fn gather_weights(&self, parameters: &Parameters) -> Result<()> {
+        let runs = self.slices.elements() / RUN;
+        parameters.regions().into_iter().try_for_each(|region| {
+            // A slice has whole runs, and a run has whole words.
+            let words = region.words();
+            let run_words = words.len() / runs;
+            let place = |slice: Range<usize>| slice.start / RUN * run_words..slice.end / RUN * run_words;
+            // SAFETY: the weights are buffers of this train state, which a device frees in stream
+            // order.
+            unsafe { self.group.gather(words, |rank| self.slices.of(rank).into_iter().map(place).collect()) }
+        })
     }
 }
 
@@ -402,9 +421,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
             monitored.map_or(Ok(()), |monitored| metric(step, &monitored))
         })?;
         if self.among.is_some() {
-            // SAFETY: the weights are a buffer of this train state, which a device frees in stream
-            // order.
-            unsafe { self.group.gather(parameters.flat().memory(), |rank| self.slices.of(rank)) }?;
+            self.gather_weights(parameters)?;
             arena.step(|step| parameters.queue_copy(step))?;
         }
         Ok(())
@@ -437,17 +454,19 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
     /// Rank 0 writes. All ranks return its result.
     fn save(
         &self,
+        parameters: &Parameters,
         optimizer: &Optimizer<R>,
-        write: &dyn Fn(&[Buffer<f32>]) -> Result<()>,
+        write: &dyn Fn(&[State]) -> Result<()>,
         site: CallSite,
     ) -> Result<()> {
         self.group.agree("checkpoint", self.slices.elements(), &[], site)?;
-        let whole: Vec<Buffer<f32>> = match &self.among {
+        let kept = optimizer.kept_state();
+        let whole: Vec<State> = match &self.among {
             None => Vec::new(),
-            Some(_) => optimizer.state().iter().map(|state| self.whole(state)).collect::<Result<_>>()?,
+            Some(_) => kept.iter().map(|state| self.whole(parameters, state)).collect::<Result<_>>()?,
         };
         if self.group.rank() == 0 {
-            self.group.broadcast_error(write(if self.among.is_some() { &whole } else { optimizer.state() }))?;
+            self.group.broadcast_error(write(if self.among.is_some() { &whole } else { kept }))?;
         }
         // All ranks wait here until the file exists.
         self.group.agree("checkpoint written", self.slices.elements(), &[], site).map(drop)
@@ -470,7 +489,13 @@ fn state_sha256<R: UpdateRule>(optimizer: &Optimizer<R>) -> Result<Option<String
         return Ok(None);
     }
     let mut hash = Sha256::new();
-    state.iter().try_for_each(|state| state.hash_into(&mut hash, 0..state.len()))?;
+    state.iter().try_for_each(|state| {
+        let buffer = state.buffer();
+        buffer.for_each_piece(0..buffer.bytes(), &mut |piece| {
+            hash.update(piece);
+            Ok(())
+        })
+    })?;
     Ok(Some(hex(&hash.finalize())))
 }
 

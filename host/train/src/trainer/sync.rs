@@ -7,13 +7,11 @@
 
 use super::agreement::WeightSettings;
 use crate::checkpoint::Checkpoint;
-use crate::optim::{Optimizer, UpdateRule, UpdateTicket};
+use crate::optim::{Optimizer, State, UpdateRule, UpdateTicket};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
-use stepscope_core::{
-    Arena, Buffer, EagerStep, Error, Gradients, MemoryShortage, Parameter, Parameters, Result, Tensor,
-};
+use stepscope_core::{Arena, EagerStep, Error, Gradients, MemoryShortage, Parameter, Parameters, Result, Tensor};
 
 /// The line of the program from which all ranks are expected to call.
 pub(super) type CallSite = &'static Location<'static>;
@@ -135,8 +133,9 @@ pub(super) trait GradientSync<R>: fmt::Debug + Send + Sync {
     /// Calls `write` with the optimizer's whole state, on one rank.
     fn save(
         &self,
+        parameters: &Parameters,
         optimizer: &Optimizer<R>,
-        write: &dyn Fn(&[Buffer<f32>]) -> Result<()>,
+        write: &dyn Fn(&[State]) -> Result<()>,
         site: CallSite,
     ) -> Result<()>;
 
@@ -168,7 +167,13 @@ impl<R: UpdateRule> GradientSync<R> for () {
         })
     }
 
-    fn save(&self, optimizer: &Optimizer<R>, write: &dyn Fn(&[Buffer<f32>]) -> Result<()>, _: CallSite) -> Result<()> {
+    fn save(
+        &self,
+        _: &Parameters,
+        optimizer: &Optimizer<R>,
+        write: &dyn Fn(&[State]) -> Result<()>,
+        _: CallSite,
+    ) -> Result<()> {
         write(optimizer.whole_state()?)
     }
 }

@@ -58,7 +58,9 @@ fn table_is_computed(models: &[(&str, &str, Sizes, bool)], lora: Option<Adapters
         config.context = 2048;
         let weights = Gpt::<bf16>::new(config.clone(), Mode::default()).unwrap().1.weights();
         let needs = |&(recompute, contexts): &(bool, usize)| {
-            let bytes = step::memory(&config, recompute, lora, Precision::Bf16, contexts).unwrap().total();
+            let bytes = step::memory(&config, Mode { recompute, ..Mode::default() }, lora, Precision::Bf16, contexts)
+                .unwrap()
+                .total();
             if bytes > MEMORY { "-".to_owned() } else { format!("{:.digits$}", bytes as f64 / GIB) }
         };
         let cells = COLUMNS.iter().map(needs).collect::<Vec<_>>().join(" | ");

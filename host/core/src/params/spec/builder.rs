@@ -3,7 +3,9 @@
 //! Invariant: every spec that is built has distinct names, parameters with elements, and positions
 //! that memory can have.
 
-use super::{FrozenType, NOTES, Parameter, ParameterEntry, ParameterSpec, Shared, StackedParameters};
+use super::{
+    FrozenType, MasterType, NOTES, Parameter, ParameterEntry, ParameterSpec, Shared, StackedParameters, StateType,
+};
 use crate::arena::ALIGN_BYTES;
 use crate::error::{Error, Result, short};
 use crate::initializer::Initializer;
@@ -210,6 +212,8 @@ impl ParameterSpecBuilder {
         }
         let mut shared = Shared {
             identity: self.identity,
+            masters: MasterType::F32,
+            state: StateType::F32,
             positions: Vec::new(),
             trained: Region::default(),
             frozen: [const { Region::new() }; 3],
