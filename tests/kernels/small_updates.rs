@@ -32,7 +32,8 @@ fn parts(weight: f32) -> (bf16, i8) {
 
 /// Every exponent and sign, with all 24-bit neighbours of special significands, and odd rests.
 fn weights() -> Vec<f32> {
-    let tops = (0..=0x1ff_u32).flat_map(|top| [0, 1, 0x7f, 0x80, 0x81, 0xff, 0x7f80, 0x7fff].map(|low| top << 23 | low << 8));
+    let tops =
+        (0..=0x1ff_u32).flat_map(|top| [0, 1, 0x7f, 0x80, 0x81, 0xff, 0x7f80, 0x7fff].map(|low| top << 23 | low << 8));
     let all = tops.flat_map(|bits| [0, 1, 0x7f, 0x80, 0x81, 0xff].map(|rest| f32::from_bits(bits | rest)));
     all.chain(Random::new(5).belows(10_000, u32::MAX).into_iter().map(f32::from_bits)).collect()
 }
@@ -49,10 +50,10 @@ fn weights_round_to_24_bits() {
         let want = nearest24(weight);
         assert_eq!(joined.to_bits(), want.to_bits(), "{weight:e}");
         // The BF16 is the nearest one, ties away from zero.
-        let unit = 256 * (i64::from(joined.to_bits() >> 16) - i64::from(half.to_bits())) + i64::from(joined.to_bits() >> 8 & 0xff);
+        let unit = 256 * (i64::from(joined.to_bits() >> 16) - i64::from(half.to_bits()))
+            + i64::from(joined.to_bits() >> 8 & 0xff);
         assert_eq!(i64::from(correction), unit, "{weight:e}");
         assert_eq!(half.to_f32().is_sign_negative(), weight.is_sign_negative());
-        assert_eq!(weight == 0.0, joined == 0.0 && weight.to_bits() << 1 == 0 || weight == 0.0);
     }
     assert_eq!(parts(1.0 + 2f32.powi(-8)), (bf16::from_f32(1.0 + 2f32.powi(-7)), -128));
     assert_eq!(parts(-1.0 - 2f32.powi(-15)), (-bf16::ONE, 1));
@@ -99,11 +100,14 @@ fn decoded(code: Code, words: &[u32]) -> Vec<f32> {
     let run = |run: &[u32]| {
         let scale = f32::from_bits(run[RUN_WORDS - 1]);
         let codes: Vec<u32> = run[..RUN_WORDS - 1].iter().flat_map(|word| word.to_le_bytes()).map(u32::from).collect();
-        codes.into_iter().map(move |word| {
-            let (number, exact) = (code.decode(word, scale), exact_number(code, word, scale));
-            assert!(scale.is_nan() || (f64::from(number) - exact).abs() <= 4e-7 * exact.abs(), "{number} {exact}");
-            number
-        }).collect::<Vec<_>>()
+        codes
+            .into_iter()
+            .map(move |word| {
+                let (number, exact) = (code.decode(word, scale), exact_number(code, word, scale));
+                assert!(scale.is_nan() || (f64::from(number) - exact).abs() <= 4e-7 * exact.abs(), "{number} {exact}");
+                number
+            })
+            .collect::<Vec<_>>()
     };
     words.chunks(RUN_WORDS).flat_map(run).collect()
 }
@@ -206,7 +210,7 @@ on_each_device! {
     /// An update has the weights and the state that an update in f32 of the same numbers has, each
     /// stored in its type.
     fn adamw_stores_the_f32_update(device: &Device) {
-        for &(name, formats) in adamw::adamw_small::VARIANTS {
+        for &(_, formats) in adamw::adamw_small::VARIANTS {
             for (runs, special) in [(1, 1.0), (3, f32::NAN), (40, 0.0), (3, f32::INFINITY)] {
                 let (length, mut random) = (runs * RUN, Random::new(runs as u64));
                 let (masters, state) = formats;
@@ -235,7 +239,6 @@ on_each_device! {
                     stored.assert((&trial.output(&w)?, &trial.output(&halves)?, &trial.output(&corrections)?), &want[0]);
                     assert_state(state, Code::Signed, &trial.output(&m)?, &want[1]);
                     assert_state(state, Code::Squares, &trial.output(&v)?, &want[2]);
-                    assert!(special != 1.0 || runs == 1, "{name}");
                     Ok(())
                 });
             }
@@ -279,8 +282,7 @@ on_each_device! {
     fn joined_masters(device: &Device) {
         for length in [1, 3, 4, 1023, 4096] {
             let weights: Vec<f32> = weights().into_iter().cycle().skip(length).take(length).collect();
-            let words: Vec<u8> = weights.iter().map(|&weight| parts(weight).1 as u8).collect();
-            let mut words = words;
+            let mut words: Vec<u8> = weights.iter().map(|&weight| parts(weight).1 as u8).collect();
             words.resize(length.next_multiple_of(4), 0);
             let words: Vec<u32> = words.as_chunks().0.iter().map(|&four| u32::from_le_bytes(four)).collect();
             let halves: Vec<bf16> = weights.iter().map(|&weight| parts(weight).0).collect();
