@@ -64,8 +64,8 @@ pub enum LentMasters<'b, 's> {
     },
 }
 
-/// A part of an optimizer's state for all weights, or for a slice of them, lent to kernels of a step
-/// that update it.
+/// A part of an optimizer's state for all weights, or for a slice of them, lent to kernels of a
+/// step that update it.
 #[derive(Debug)]
 pub enum LentState<'b, 's> {
     /// State in f32.

@@ -218,8 +218,8 @@ impl ParameterSpec {
     }
 
     /// Sets the type in which an optimizer keeps its state, such as moments. The default is
-    /// [`StateType::F32`]. [`StateType::Bits8`] takes 1.0625 bytes instead of 4, for each weight and
-    /// each part of the state.
+    /// [`StateType::F32`]. [`StateType::Bits8`] takes 1.0625 bytes instead of 4, for each weight
+    /// and each part of the state.
     #[must_use]
     pub fn with_state(self, state: StateType) -> Self {
         Self { shared: Arc::new(Shared { state, ..Arc::unwrap_or_clone(self.shared) }) }

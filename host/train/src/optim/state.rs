@@ -1,7 +1,7 @@
 //! A part of an optimizer's state, such as a moment, in the type in which it is stored.
 //!
-//! Invariant: a run of 64 elements begins at a multiple of its words, so slices of whole runs can be
-//! lent, kept and gathered in every type.
+//! Invariant: a run of 64 elements begins at a multiple of its words, so slices of whole runs can
+//! be lent, kept and gathered in every type.
 
 #![forbid(unsafe_code)]
 
