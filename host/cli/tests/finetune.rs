@@ -147,6 +147,26 @@ on_each_device! {
         let output = run("generate", device, &["--weights", tiny.to_str().unwrap(), "--adapter", "nowhere", "--prompt", "a"]);
         assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
     }
+
+    /// Adapters in small memory learn as in f32, next to frozen weights in their own type and in
+    /// NF4.
+    fn adapters_learn_in_small_memory(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, frozen) in [("own", ""), ("nf4", "--quantize nf4")] {
+            let [full, small] = ["", "--memory small"].map(|memory| {
+                let out = folder.path().join(format!("{name}{}", memory.len()));
+                let more = format!("--context 64 --batch 8 --epochs 12 --lora 8 --learning-rate 5e-3 {frozen} {memory}");
+                let output = finetune(device, &example("chats.jsonl"), &out, &more);
+                assert!(output.status.success(), "{}", text(&output.stderr));
+                assert!(names(&out.join("adapter")).contains("adapter_model.safetensors"));
+                let losses = report(&out)["losses"].clone();
+                losses.as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect::<Vec<_>>()
+            });
+            assert!(small != full && small[small.len() - 1] < small[0] - 0.3, "{small:?}");
+            let worst = small.iter().zip(&full).map(|(small, full)| (small - full).abs()).fold(0.0, f64::max);
+            assert!(worst < 1e-3, "{worst}: {small:?} {full:?}");
+        }
+    }
 }
 
 /// Checks that one rank with two shards and two ranks give the same bits, also with frozen weights
@@ -163,7 +183,8 @@ fn ranks_give_same_bits(kind: DeviceKind) {
     };
     let lora = "--lora 4 --lora-targets q_proj,v_proj,down_proj --lora-dropout 0.1";
     let quantized = format!("{lora} --quantize nf4");
-    for settings in ["", lora, &format!("{lora} --precision bf16 --recompute"), &quantized] {
+    let small = "--precision bf16 --memory small";
+    for settings in ["", lora, &format!("{lora} --precision bf16 --recompute"), &quantized, small] {
         let [one, two] =
             [("one", "--shards 2"), ("two", "--ranks 2")].map(|(name, more)| run(name, &format!("{more} {settings}")));
         assert_eq!(one, two, "{settings}");

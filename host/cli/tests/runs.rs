@@ -14,11 +14,14 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 use stepscope::DeviceKind;
+use support::Random;
 use support::example::{command, text};
 
 /// A run of few updates, whose best evaluation is not the last one.
 const WORSE: &str =
     "--context 64 --batch 2 --epochs 4 --eval-share 0.3 --evaluate-every 1 --learning-rate 0.3 --decay constant";
+/// The kills of a run.
+const KILLS: usize = 4;
 const SHORT: &str = "--context 64 --batch 8 --epochs 1 --lora 4";
 
 fn example(file: &str) -> PathBuf {
@@ -234,6 +237,48 @@ fn killed_runs_log_each_figure_once() {
     assert_eq!(keys.len(), count("losses") + count("evaluations"));
     assert_eq!(keys.iter().collect::<BTreeSet<_>>().len(), keys.len(), "{keys:?}");
     assert_eq!(fs::read_dir(place.path("out/tensorboard")).unwrap().count(), 1);
+}
+
+/// A run with `--memory small` that is killed after random updates, and resumed each time, ends
+/// with the checkpoint of an undisturbed run, byte for byte. A run of another memory refuses it.
+#[test]
+fn killed_small_runs_resume_to_same_bits() {
+    let place = Place::new();
+    let all = "--context 64 --batch 8 --epochs 12 --checkpoint-every 1";
+    let small = format!("{all} --memory small");
+    place.runs("finetune", &format!("{small} --out straight"));
+    let updates = place.report("straight")["losses"].as_array().unwrap().len();
+    let log = place.path("killed/log.jsonl");
+    let lines = || fs::read_to_string(&log).unwrap_or_default().lines().count();
+    let (mut random, mut resume, mut kills) = (Random::new(64), "", 0);
+    for part in 0..KILLS {
+        let at = updates * part / KILLS + 1 + random.below((updates / KILLS) as u32 - 1) as usize;
+        let arguments = format!("{small} --out killed {resume}");
+        let mut child =
+            place.command("finetune", &arguments).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+        let start = Instant::now();
+        while lines() < at && child.try_wait().unwrap().is_none() {
+            assert!(start.elapsed() < Duration::from_secs(240), "update {at} was not logged in time");
+            sleep(Duration::from_millis(1));
+        }
+        child.kill().unwrap();
+        kills += usize::from(!child.wait().unwrap().success());
+        if place.path("killed/model.safetensors").exists() {
+            resume = "--resume killed/model.safetensors";
+        }
+    }
+    assert_eq!(kills, KILLS, "a run ended before it was killed");
+    // Not `refuses`, because this run may remove the lock and files that a killed one left.
+    let other = place.command("finetune", &format!("{all} --out killed {resume}")).output().unwrap();
+    let errors = text(&other.stderr);
+    assert!(other.status.code() == Some(2) && errors.contains("memory: small in the checkpoint"), "{errors}");
+    place.runs("finetune", &format!("{small} --out killed {resume}"));
+    let [straight, killed] = ["straight", "killed"].map(|out| place.report(out));
+    assert_eq!(straight["weights_sha256"], killed["weights_sha256"]);
+    assert_eq!(straight["losses"], killed["losses"]);
+    let [straight, killed] =
+        ["straight", "killed"].map(|out| fs::read(place.path(out).join("model.safetensors")).unwrap());
+    assert!(straight == killed, "the checkpoints differ");
 }
 
 /// Runs two ranks in folders of their own, and returns their outputs.

@@ -3,7 +3,7 @@
 use crate::finetune::cli::Quantize;
 use crate::predict::step::{self, Adapters};
 use crate::train::cli::Precision;
-use crate::train::model::{Gpt, Mode};
+use crate::train::model::{Gpt, Mode, TrainingMemory};
 use serde_json::json;
 use stepscope::bf16;
 use stepscope::models::ModelConfig;
@@ -22,7 +22,7 @@ const MODELS: [(&str, &str, Sizes, bool); 7] = [
     ("Mistral-7B-v0.3", "mistral", [32_768, 4096, 14_336, 32, 32, 8, 128], false),
     ("Llama-3.1-8B", "llama", [128_256, 4096, 14_336, 32, 32, 8, 128], false),
 ];
-/// Larger models, of which only adapters are trained.
+/// Larger models, of which only adapters are trained, but for the first one in small memory.
 const LARGER: [(&str, &str, Sizes, bool); 3] = [
     ("Qwen3-14B", "qwen3", [151_936, 5120, 17_408, 40, 40, 8, 128], false),
     ("Qwen3-32B", "qwen3", [151_936, 5120, 25_600, 64, 64, 8, 128], false),
@@ -49,7 +49,12 @@ fn config((_, family, sizes, tied): (&str, &str, Sizes, bool)) -> ModelConfig {
 const COLUMNS: [(bool, usize); 3] = [(false, 1), (true, 1), (true, 8)];
 
 /// Asserts that the page has a row for each model, with the memory of a run of each column.
-fn table_is_computed(models: &[(&str, &str, Sizes, bool)], lora: Option<Adapters>, digits: usize) {
+fn table_is_computed(
+    models: &[(&str, &str, Sizes, bool)],
+    memory: TrainingMemory,
+    lora: Option<Adapters>,
+    digits: usize,
+) {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/finetune.md");
     let page = std::fs::read_to_string(page).unwrap();
     let mut missing = Vec::new();
@@ -58,9 +63,8 @@ fn table_is_computed(models: &[(&str, &str, Sizes, bool)], lora: Option<Adapters
         config.context = 2048;
         let weights = Gpt::<bf16>::new(config.clone(), Mode::default()).unwrap().1.weights();
         let needs = |&(recompute, contexts): &(bool, usize)| {
-            let bytes = step::memory(&config, Mode { recompute, ..Mode::default() }, lora, Precision::Bf16, contexts)
-                .unwrap()
-                .total();
+            let mode = Mode { recompute, memory, ..Mode::default() };
+            let bytes = step::memory(&config, mode, lora, Precision::Bf16, contexts).unwrap().total();
             if bytes > MEMORY { "-".to_owned() } else { format!("{:.digits$}", bytes as f64 / GIB) }
         };
         let cells = COLUMNS.iter().map(needs).collect::<Vec<_>>().join(" | ");
@@ -75,7 +79,9 @@ fn table_is_computed(models: &[(&str, &str, Sizes, bool)], lora: Option<Adapters
 /// The rows of the tables are what `stepscope predict --config` prints.
 #[test]
 fn tables_of_the_page_are_computed() {
-    table_is_computed(&MODELS, None, 1);
+    table_is_computed(&MODELS, TrainingMemory::Full, None, 1);
+    let models: Vec<_> = MODELS.into_iter().chain(LARGER).take(MODELS.len() + 1).collect();
+    table_is_computed(&models, TrainingMemory::Small, None, 2);
 }
 
 /// The rows of the tables of adapters are what `stepscope predict --config --lora` prints, without
@@ -84,6 +90,6 @@ fn tables_of_the_page_are_computed() {
 fn tables_of_adapters_are_computed() {
     let models: Vec<_> = MODELS.into_iter().chain(LARGER).collect();
     for quantize in [None, Some(Quantize::Nf4)] {
-        table_is_computed(&models, Some(Adapters { rank: RANK, quantize }), 2);
+        table_is_computed(&models, TrainingMemory::Full, Some(Adapters { rank: RANK, quantize }), 2);
     }
 }
