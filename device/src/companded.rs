@@ -131,7 +131,7 @@ pub unsafe fn store4(values: F4, state: *mut u32, index: usize, code: Code) {
     unsafe {
         store(state, start + index % RUN / F4::LEN, codes);
         warp::sync_warp(mask);
-        if index % RUN == 0 {
+        if index.is_multiple_of(RUN) {
             let known = scale < f32::INFINITY;
             store(state, start + RUN_WORDS - 1, if known { scale.to_bits() } else { NAN });
         }

@@ -6,7 +6,9 @@
 
 use crate::block::own_index;
 use crate::companded::Code;
-use crate::update::{MasterType, Masters, RUN, StateType, Weights, clip_factor, group_settings};
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::update::RUN;
+use crate::update::{MasterType, Masters, StateType, Weights, clip_factor, group_settings};
 use crate::vector::{F4, VectorPart, load};
 use crate::{contract, family, for_own_vector};
 use cuda_std::{GpuFloat, prelude::*};

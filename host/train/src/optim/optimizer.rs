@@ -17,8 +17,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use stepscope_core::internals::{Memory, is_finite, watch_launches};
 use stepscope_core::{
-    AnyBuffer, Buffer, Error, Gradients, LentMasters, LentMut, LentState, ParameterEntry, ParameterSpec, Parameters,
-    Phase, Result, Source, Step, Tensor, ops,
+    AnyBuffer, Buffer, Error, Gradients, LentMasters, LentState, ParameterEntry, ParameterSpec, Parameters, Phase,
+    Result, Source, Step, Tensor, ops,
 };
 
 /// An optimizer that updates weights by a rule `R` and keeps the rule's state on the device.
@@ -257,12 +257,15 @@ impl<R: UpdateRule> Optimizer<R> {
                 LentMasters::Split { .. } => None,
             };
             let promised = Promised { copy, groups: groups.as_ref().map(Source::memory) };
-            let (queued, extents) = watch_launches(step, || match in_f32(weights, state) {
-                Ok((weights, copy, state)) => {
+            let is_small = state.iter().any(|state| matches!(state, LentState::Bits8(_)));
+            let (queued, extents) = watch_launches(step, || match weights {
+                LentMasters::F32 { weights, copy } if !is_small => {
+                    let in_f32 = |state| if let LentState::F32(state) = state { Some(state) } else { None };
+                    let state = state.into_iter().filter_map(in_f32).collect();
                     let arguments = UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm };
                     self.rule.queue(step, arguments)
                 }
-                Err((weights, state)) => {
+                weights => {
                     let arguments = SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm };
                     self.rule.queue_small(step, arguments)
                 }
@@ -271,27 +274,6 @@ impl<R: UpdateRule> Optimizer<R> {
             promised.check(self.declared.name, &extents)?;
         }
         Ok(())
-    }
-}
-
-/// Weights, their BF16 copy, and the state, all in f32.
-type InF32<'b, 's> = (LentMut<'b, 's>, Option<LentMut<'b, 's, bf16>>, Vec<LentMut<'b, 's>>);
-
-/// Returns weights and state in f32, or both as they are if one is not in f32.
-fn in_f32<'b, 's>(
-    weights: LentMasters<'b, 's>,
-    state: Vec<LentState<'b, 's>>,
-) -> std::result::Result<InF32<'b, 's>, (LentMasters<'b, 's>, Vec<LentState<'b, 's>>)> {
-    let small = state.iter().any(|state| matches!(state, LentState::Bits8(_)));
-    match weights {
-        LentMasters::F32 { weights, copy } if !small => {
-            let state = state.into_iter().filter_map(|state| match state {
-                LentState::F32(state) => Some(state),
-                LentState::Bits8(_) => None,
-            });
-            Ok((weights, copy, state.collect()))
-        }
-        weights => Err((weights, state)),
     }
 }
 
