@@ -21,7 +21,7 @@
 use super::Activation;
 use super::cast::narrowed;
 use super::matmul::{Gemm, gemm_into};
-use super::pieces::pieces;
+use super::pieces::{part, pieces};
 use super::transpose::{permuted, transpose};
 use super::views::{Places, among_zeros, copy, taken};
 use crate::elementary::fill_into;
@@ -246,11 +246,8 @@ impl Plan {
         images: Range<usize>,
     ) -> Result<Windows<'s, S>> {
         let (groups, [kh, kw], [dh, dw]) = (self.config.groups, self.kernel, self.config.dilation);
-        let (batch, [rows, cols]) = (images.len(), grid.image);
-        let image = channels * rows * cols;
-        let part = x.memory().part(images.start * image, batch * image);
-        let x = Saved::new(part, [batch, channels, rows, cols].into());
-        let image = grid.spread(step, &x)?;
+        let batch = images.len();
+        let image = grid.spread(step, &part(x, &images))?;
         let ([h, w], [along, across], width) = (grid.places, grid.stride, grid.extents[1]);
         let own = channels / groups;
         // The windows of a line, and the columns from a window to the next.

@@ -2,6 +2,7 @@
 //!
 //! Invariant: a piece depends only on shapes and stored types, and its operands begin on 16 bytes.
 
+use crate::tensor::{LentMut, Saved, Source, Stored, Target};
 use std::ops::Range;
 
 /// The most bytes of scratch of a piece, unless its fewest items need more. It fits the L2 cache of
@@ -17,6 +18,19 @@ pub(super) fn pieces(items: usize, bytes: usize, lengths: &[usize]) -> impl Iter
     let count = (SCRATCH_BYTES / bytes.max(1)).max(1);
     let count = if is_aligned { count } else { count.saturating_add(ALIGNED - 1) / ALIGNED * ALIGNED };
     (0..items).step_by(count).map(move |first| first..items.min(first.saturating_add(count)))
+}
+
+/// Returns a piece of the first extent of a tensor.
+pub(super) fn part<'s, S: Stored>(x: &impl Source<'s, S>, piece: &Range<usize>) -> Saved<'s, S> {
+    let shape = x.shape();
+    let item: usize = shape.extents()[1..].iter().product();
+    Saved::new(x.memory().part(piece.start * item, piece.len() * item), shape.with(0, piece.len()))
+}
+
+/// Returns a piece of the first extent of a tensor that is being written.
+pub(super) fn part_mut<'o, 's, S: Stored>(x: &'o mut impl Target<'s, S>, piece: &Range<usize>) -> LentMut<'o, 's, S> {
+    let part = part(x, piece);
+    LentMut::new(part.memory(), part.shape())
 }
 
 #[cfg(test)]

@@ -32,13 +32,13 @@ pub use functions::*;
 
 use super::broadcast::Operand;
 use super::fold::sum_to;
-use super::pieces::pieces;
+use super::pieces::{part, part_mut, pieces};
 use crate::elementary;
 use crate::error::{Error, Result};
 use crate::ops::declare::ChosenArguments;
 use crate::step::Step;
 use crate::tape::{AnyVar, Backward, Kept, Var};
-use crate::tensor::{LentMut, Saved, Shape, Source, Stored, Tensor};
+use crate::tensor::{Saved, Shape, Source, Stored, Tensor};
 use half::bf16;
 use std::fmt;
 use std::ops::Range;
@@ -213,13 +213,7 @@ fn summed_slope<'s, S: Stored, const N: usize>(
         let is_own = of.extents().len() == whole.extents().len() && of.extents()[0] == rows;
         is_own.then(|| of.elements() / rows.max(1))
     };
-    let some = |x: &Saved<'s, S>, piece: &Range<usize>| match row(x.shape()) {
-        Some(row) => {
-            let memory = x.memory().part(piece.start * row, piece.len() * row);
-            Saved::new(memory, x.shape().with(0, piece.len()))
-        }
-        None => *x,
-    };
+    let some = |x: &Saved<'s, S>, piece: &Range<usize>| if row(x.shape()).is_some() { part(x, piece) } else { *x };
     let sum = |piece: &Range<usize>| {
         let terms = terms.map(|term| term.var().map(|var| some(var.value(), piece)).ok_or(term));
         let operands = terms.each_ref().map(|term| term.as_ref().map_or_else(Term::operand, Operand::from));
@@ -233,13 +227,12 @@ fn summed_slope<'s, S: Stored, const N: usize>(
     let lengths: Vec<usize> = vars.chain(row(whole)).collect();
     let bytes = lengths.last().map_or(0, |row| row * size_of::<S>());
     let mut pieces = pieces(rows, bytes, &lengths).peekable();
-    match (pieces.next(), row(shape)) {
-        (Some(first), Some(own)) if pieces.peek().is_some() => {
-            let sums = step.empty(shape)?;
+    match pieces.next() {
+        Some(first) if pieces.peek().is_some() && row(shape).is_some() => {
+            let mut sums = step.empty(shape)?;
             for piece in std::iter::once(first).chain(pieces) {
                 let sum = sum(&piece)?;
-                let memory = sums.memory().part(piece.start * own, piece.len() * own);
-                elementary::copy_into(step, &sum, &mut LentMut::new(memory, sum.shape()))?;
+                elementary::copy_into(step, &sum, &mut part_mut(&mut sums, &piece))?;
                 step.free(sum);
             }
             Ok(sums)

@@ -6,6 +6,7 @@
 use super::broadcast::broadcast;
 use super::fold::sum_to;
 use super::matmul::{Gemm, GemmElement, gemm_into};
+use super::pieces::{part, part_mut, pieces};
 use super::reductions::Extents;
 use super::views::repeated;
 use crate::elementary;
@@ -34,12 +35,24 @@ pub(super) fn product<'s, S: GemmElement<S>>(
     let (a_batch, [m, _]) = matrices(OP, a.shape(), transpose_a)?;
     let (b_batch, [_, n]) = matrices(OP, b.shape(), transpose_b)?;
     let batch = broadcast(OP, &[Some(Shape::of(OP, &a_batch)?), Some(Shape::of(OP, &b_batch)?)])?;
-    let mut out = step.empty(Shape::of(OP, &[batch.extents(), &[m, n]].concat())?)?;
-    product_into(step, (a, transpose_a), (b, transpose_b), &mut out)?;
-    Ok(out)
+    let whole = |extents: &[usize]| Shape::of(OP, &[batch.extents(), extents].concat());
+    // One matrix serves every batch. Batches that repeat in another way are copied.
+    let flat = |x: Saved<'s, S>, own: &[usize]| {
+        let shape = x.shape();
+        let matrix = &shape.extents()[own.len()..];
+        let (count, all) = (own.iter().product::<usize>(), batch.elements());
+        let x = if count == 1 || count == all { x } else { repeated(step, &x, whole(matrix)?)?.save() };
+        x.reshape([if count == 1 { 1 } else { all }, matrix[0], matrix[1]])
+    };
+    let a = flat(Saved::new(a.memory(), a.shape()), &a_batch)?;
+    let b = flat(Saved::new(b.memory(), b.shape()), &b_batch)?;
+    let mut out = step.empty([batch.elements(), m, n])?;
+    product_into(step, (&a, transpose_a), (&b, transpose_b), &mut out)?;
+    out.reshape(whole(&[m, n])?)
 }
 
-/// Writes the products of matrices. Their batches broadcast to those of `out`.
+/// Writes the products of matrices to `out`, `[matrices, m, n]`. An operand is as many matrices, or
+/// one that serves all. Operands that are copied or rounded first are so for a piece at a time.
 pub(super) fn product_into<'s, S: GemmElement<S>>(
     step: &Step<'s>,
     (a, transpose_a): (&impl Source<'s, S>, bool),
@@ -51,30 +64,22 @@ pub(super) fn product_into<'s, S: GemmElement<S>>(
     if k != inner {
         return Err(Error::misuse(OP, "equal inner extents", format!("{} and {}", a.shape(), b.shape())));
     }
-    let (batch, _) = matrices(OP, out.shape(), false)?;
     if out.shape().elements() == 0 || k == 0 {
         return elementary::fill_into(step, out, 0.0);
     }
-    // One matrix serves every batch. Batches that repeat in another way are copied.
-    let all = batch.iter().product();
-    let spread = |x: &Saved<'s, S>, own: &[usize]| -> Result<(Saved<'s, S>, usize)> {
-        let [rows, cols] = [x.shape().extents()[own.len()], x.shape().extents()[own.len() + 1]];
-        match own.iter().product::<usize>() {
-            1 => Ok((*x, 0)),
-            count if count == all => Ok((*x, rows * cols)),
-            _ => {
-                let whole = Shape::of(OP, &[&batch[..], &[rows, cols]].concat())?;
-                Ok((repeated(step, x, whole)?.save(), rows * cols))
-            }
-        }
-    };
-    let (a, stride_a) = spread(&Saved::new(a.memory(), a.shape()), &a_batch)?;
-    let (b, stride_b) = spread(&Saved::new(b.memory(), b.shape()), &b_batch)?;
+    let [stride_a, stride_b] =
+        [(a_batch, m * k), (b_batch, k * n)].map(|(batch, of)| if batch == [1] { 0 } else { of });
     let form = Gemm::new(m, n, k);
     let form = if transpose_a { form.transpose_a() } else { form };
     let form = if transpose_b { form.transpose_b() } else { form };
-    let form = Gemm { batches: all, stride_a, stride_b, stride_c: m * n, ..form };
-    gemm_into(step, &form, &a, &b, None::<&Tensor<'s>>, out)
+    let all = out.shape().extents()[0];
+    for piece in pieces(all, (stride_a + stride_b) * size_of::<S>(), &[stride_a, stride_b, m * n]) {
+        let form = Gemm { batches: piece.len(), stride_a, stride_b, stride_c: m * n, ..form };
+        let [of_a, of_b] = [stride_a, stride_b].map(|stride| if stride == 0 { 0..1 } else { piece.clone() });
+        let mut out = part_mut(out, &piece);
+        gemm_into(step, &form, &part(a, &of_a), &part(b, &of_b), None::<&Tensor<'s>>, &mut out)?;
+    }
+    Ok(())
 }
 
 impl<'s, S: GemmElement<S>> Var<'s, S> {

@@ -7,13 +7,13 @@
 //! Invariant: the bits are those of the same products and softmax over all matrices at once.
 
 use super::super::Activation;
-use super::super::pieces::pieces;
+use super::super::pieces::{part, part_mut, pieces};
 use super::super::product::{product, product_into};
 use super::super::softmax::{softmax, softmax_backward};
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tape::Var;
-use crate::tensor::{LentMut, Saved, Shape, Source, Tensor};
+use crate::tensor::{Saved, Shape, Tensor};
 use std::ops::Range;
 
 /// The matrices of queries, keys and values.
@@ -41,6 +41,13 @@ impl Matrices {
         Err(Error::misuse("attend", expected, format!("{q}, {k} and {v}")))
     }
 
+    /// Returns queries, keys and values as `[matrices, rows, columns]`.
+    fn of<'s, S: Activation>(self, vars: [&Var<'s, S>; 3]) -> Result<[Saved<'s, S>; 3]> {
+        let Self { count, queries, keys, columns: [head, width] } = self;
+        let [q, k, v] = vars.map(|var| *var.value());
+        Ok([q.reshape([count, queries, head])?, k.reshape([count, keys, head])?, v.reshape([count, keys, width])?])
+    }
+
     /// Returns ranges of matrices whose scores exist at a time.
     fn pieces<S>(self) -> impl Iterator<Item = Range<usize>> + use<S> {
         let Self { count, queries, keys, columns: [head, width] } = self;
@@ -62,20 +69,6 @@ impl Matrices {
     }
 }
 
-/// Returns some matrices of a tensor.
-fn part<'s, S: Activation>(x: &impl Source<'s, S>, piece: &Range<usize>) -> Saved<'s, S> {
-    let [rows, columns] = *x.shape().extents().last_chunk().expect("`Matrices::new` has found two extents");
-    let matrix = rows * columns;
-    let memory = x.memory().part(piece.start * matrix, piece.len() * matrix);
-    Saved::new(memory, [piece.len(), rows, columns].into())
-}
-
-/// Returns the same matrices of a tensor that is being written.
-fn part_mut<'o, 's, S: Activation>(x: &'o mut Tensor<'s, S>, piece: &Range<usize>) -> LentMut<'o, 's, S> {
-    let part = part(x, piece);
-    LentMut::new(part.memory(), part.shape())
-}
-
 impl<'s, S: Activation> Var<'s, S> {
     /// `softmax(q k^T) v` for each matrix, over the last two extents; this variable, q:
     /// `[.., queries, head]`, `keys`: `[.., keys, head]`, `values`: `[.., keys, width]`, result:
@@ -89,48 +82,49 @@ impl<'s, S: Activation> Var<'s, S> {
     #[track_caller]
     pub fn attend(&self, keys: &Self, values: &Self) -> Result<Self> {
         let matrices = Matrices::new([self.shape(), keys.shape(), values.shape()])?;
-        let [_, width] = matrices.columns;
         let op = self.op("attend", &[self, keys, values])?;
         let step = op.step();
-        let mut y = step.empty(self.shape().with_last(width))?;
+        let [q, k, v] = matrices.of([self, keys, values])?;
+        let mut y = step.empty([matrices.count, matrices.queries, matrices.columns[1]])?;
         for piece in matrices.pieces::<S>() {
-            let weights = matrices.weights(step, [self.value(), keys.value()], &piece)?;
-            let values = part(values.value(), &piece);
-            product_into(step, (&weights, false), (&values, false), &mut part_mut(&mut y, &piece))?;
+            let weights = matrices.weights(step, [&q, &k], &piece)?;
+            product_into(step, (&weights, false), (&part(&v, &piece), false), &mut part_mut(&mut y, &piece))?;
             step.free(weights);
         }
+        let y = y.reshape(self.shape().with_last(matrices.columns[1]))?;
         let kept = [self.keep(), keys.keep(), values.keep()];
         Ok(op.record(y.save(), move |back, dy| {
             let step = back.step();
-            let [q, k, v] = [kept[0].var(back)?, kept[1].var(back)?, kept[2].var(back)?];
-            let room = |var: &Var<'_, S>| var.wants_gradient().then(|| step.empty(var.shape())).transpose();
-            let [mut dq, mut dk, mut dv] = [room(&q)?, room(&k)?, room(&v)?];
+            let vars = [kept[0].var(back)?, kept[1].var(back)?, kept[2].var(back)?];
+            let [q, k, v] = matrices.of(vars.each_ref())?;
+            let dy = dy.reshape([matrices.count, matrices.queries, matrices.columns[1]])?;
+            let room =
+                |at: usize, x: &Saved<'_, S>| vars[at].wants_gradient().then(|| step.empty(x.shape())).transpose();
+            let [mut dq, mut dk, mut dv] = [room(0, &q)?, room(1, &k)?, room(2, &v)?];
             for piece in matrices.pieces::<S>() {
-                let weights = matrices.weights(step, [q.value(), k.value()], &piece)?;
+                let weights = matrices.weights(step, [&q, &k], &piece)?;
                 let dy = part(&dy, &piece);
                 if let Some(dv) = &mut dv {
                     product_into(step, (&weights, true), (&dy, false), &mut part_mut(dv, &piece))?;
                 }
                 if dq.is_some() || dk.is_some() {
-                    let dweights = product(step, (&dy, false), (&part(v.value(), &piece), true))?;
+                    let dweights = product(step, (&dy, false), (&part(&v, &piece), true))?;
                     let dscores = softmax_backward(step, &weights, &dweights)?;
                     step.free(dweights);
                     if let Some(dq) = &mut dq {
-                        let k = part(k.value(), &piece);
-                        product_into(step, (&dscores, false), (&k, false), &mut part_mut(dq, &piece))?;
+                        product_into(step, (&dscores, false), (&part(&k, &piece), false), &mut part_mut(dq, &piece))?;
                     }
                     if let Some(dk) = &mut dk {
-                        let q = part(q.value(), &piece);
-                        product_into(step, (&dscores, true), (&q, false), &mut part_mut(dk, &piece))?;
+                        product_into(step, (&dscores, true), (&part(&q, &piece), false), &mut part_mut(dk, &piece))?;
                     }
                     step.free(dscores);
                 }
                 step.free(weights);
             }
             step.free(dy);
-            for (var, gradient) in [(&q, dq), (&k, dk), (&v, dv)] {
+            for (var, gradient) in vars.iter().zip([dq, dk, dv]) {
                 if let Some(gradient) = gradient {
-                    back.add(var, gradient)?;
+                    back.add(var, gradient.reshape(var.shape())?)?;
                 }
             }
             Ok(())
