@@ -258,7 +258,7 @@ impl Model {
     /// Runs a step in an arena and returns the bits of the gradients.
     fn step(&mut self, arena: &mut Arena, work: Work) -> stepscope::Result<Vec<u32>> {
         arena.step(|step| self.work(step, work))?;
-        Ok(self.gradients.flat().read()?.into_iter().map(f32::to_bits).collect())
+        Ok(self.gradients.read_flat()?.into_iter().map(f32::to_bits).collect())
     }
 
     /// Runs [`Model::step`] in an arena with more room than any step here needs.

@@ -60,7 +60,7 @@ impl Trace {
         if update == 0 {
             self.add_all("weight", state, &state.parameters.read_flat()?);
         }
-        self.add_all("gradient", state, &state.gradients.flat().read()?);
+        self.add_all("gradient", state, &state.gradients.read_flat()?);
         Ok(())
     }
 

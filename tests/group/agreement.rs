@@ -16,7 +16,7 @@ use stepscope::nn::Linear;
 use stepscope::ops::{self, Precision};
 use stepscope::optim::{ParameterGroup, ParameterGroups, Schedule, Sgd, UpdateArguments, UpdateRule};
 use stepscope::parameters::ParameterEntry;
-use stepscope::parameters::{MasterType, StateType};
+use stepscope::parameters::{GradientType, MasterType, StateType};
 use stepscope::prelude::*;
 use stepscope::upload::NonFinite;
 
@@ -52,6 +52,7 @@ struct Setup<R> {
     has_copy: bool,
     masters: MasterType,
     moments: StateType,
+    gradients: GradientType,
     dropout: Option<u64>,
     watches: bool,
     shards: usize,
@@ -94,6 +95,7 @@ impl<R: UpdateRule + Clone> Setup<R> {
             has_copy: false,
             masters: MasterType::F32,
             moments: StateType::F32,
+            gradients: GradientType::F32,
             dropout: None,
             watches: true,
             shards: 4,
@@ -112,7 +114,7 @@ impl<R: UpdateRule + Clone> Setup<R> {
         let hidden = Linear::new(spec.at("hidden"), INPUTS, self.hidden);
         let head = Linear::new(spec.at(self.head), self.hidden, 3);
         let model = Classifier { hidden, head, drops: self.dropout.is_some() };
-        let spec = spec.build()?.with_masters(self.masters).with_state(self.moments);
+        let spec = spec.build()?.with_masters(self.masters).with_state(self.moments).with_gradients(self.gradients);
         let mut state = TrainState::new(device, model, &spec, self.seed, self.rule.clone())?;
         state.monitored = self.watches.then_some(head.weight);
         if self.rule.has_groups() {
@@ -264,6 +266,11 @@ fn train_settings_are_compared() {
     let names = ["master weights", "BF16 copy of the weights"];
     refuses(&base, &with(|setup| setup.masters = MasterType::Split), 1, &names);
     refuses(&base, &with(|setup| setup.moments = StateType::Bits8), 0, &["type of the optimizer's state"]);
+    let in_bf16 = with(|setup| setup.gradients = GradientType::Bf16);
+    refuses(&base, &in_bf16, 1, &["type of gradients"]);
+    for outcome in with_odd(&in_bf16, &in_bf16, 0) {
+        assert!(outcome.unwrap_err().to_string().contains("gradients in f32, which a group exchanges"));
+    }
     refuses(&base, &with(|setup| setup.dropout = Some(1)), 3, &["dropout's seed"]);
     let (one, other) = (with(|setup| setup.dropout = Some(1)), with(|setup| setup.dropout = Some(2)));
     refuses(&one, &other, 0, &["dropout's seed"]);

@@ -65,7 +65,7 @@ fn gradients_sum_in_one_shard_tree() {
             let mut arena = arena(&device);
             let mut trainer = Trainer::eager(&mut arena, plan(1).state(&device).unwrap());
             trainer.accumulate(std::slice::from_ref(shard)).unwrap();
-            let gradients = trainer.state().gradients.flat().read().unwrap();
+            let gradients = trainer.state().gradients.read_flat().unwrap();
             gradients.into_iter().map(|gradient| gradient / PARTS as f32).collect()
         })
         .collect();
@@ -76,7 +76,7 @@ fn gradients_sum_in_one_shard_tree() {
             let state = plan(ranks).state(device)?.in_group(&group, PARTS)?;
             let mut trainer = Trainer::eager(&mut arena, state);
             trainer.accumulate(batch)?;
-            let got = trainer.state().gradients.flat().read()?;
+            let got = trainer.state().gradients.read_flat()?;
             let different = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits());
             assert_eq!(different, None, "{ranks} ranks: a gradient differs");
             trainer.apply()?;

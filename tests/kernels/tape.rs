@@ -135,7 +135,7 @@ on_each_device! {
                     let loss = tape.cross_entropy_by(&y, step.upload_indices(&[1; 12], [12])?, ops::LabelRules::default().weighted(1.0))?;
                     if afresh { tape.backward_overwrite(&loss, &mut dirty)? } else { tape.backward(&loss, &mut zero)? }
                 }
-                let read = |gradients: &Gradients| step.read(&step.lend(gradients.flat(), [gradients.flat().len()])?);
+                let read = |gradients: &Gradients| step.read(&gradients.lend(step, 0..gradients.spec().elements())?);
                 let (got, want) = (read(&dirty)?, read(&zero)?);
                 assert!(want.iter().any(|&gradient| gradient != 0.0));
                 assert_eq!(got, want, "pass {pass}");
@@ -182,6 +182,6 @@ on_each_device! {
             assert_refused(tape.backward(&loss, &mut gradients), &["backward", "depends on a trained parameter"]);
             Ok(())
         }).unwrap();
-        assert!(gradients.flat().read().unwrap().iter().all(|&gradient| gradient == 0.0));
+        assert!(gradients.read_flat().unwrap().iter().all(|&gradient| gradient == 0.0));
     }
 }

@@ -164,7 +164,7 @@ on_each_device! {
                 let loss = trainer.model.loss(&tape, batch.upload(step, 0..ROWS)?, trainer.weight)?;
                 tape.backward(&loss, &mut gradients)
             }).unwrap();
-            gradients.flat().read().unwrap()
+            gradients.read_flat().unwrap()
         });
         let mut together = [gradients(), gradients()];
         arena.step(|step| {
@@ -176,7 +176,7 @@ on_each_device! {
         }).unwrap();
         for (alone, together) in alone.iter().zip(&together) {
             assert!(l2(alone) > 0.1);
-            assert_eq!(bits(alone), bits(&together.flat().read().unwrap()));
+            assert_eq!(bits(alone), bits(&together.read_flat().unwrap()));
         }
     }
 

@@ -211,7 +211,7 @@ on_each_device! {
             assert!(difference <= LIMIT, "{}: {difference:e}", folder.display());
             // The layers no longer use the adapters.
             for entry in gradients.spec().entries().iter().filter(|entry| entry.name().contains(".lora_")) {
-                let unused = gradients.flat().read().unwrap()[entry.range()].iter().all(|&gradient| gradient == 0.0);
+                let unused = gradients.read_flat().unwrap()[entry.range()].iter().all(|&gradient| gradient == 0.0);
                 assert!(unused, "{}", entry.name());
             }
         }
@@ -235,7 +235,7 @@ on_each_device! {
             let base = Adapted { model: plain, parameters: base, ..fresh };
             let (want, ..) = base.results(&mut arena(device));
             assert_eq!(logits, want, "{}", folder.display());
-            let all = gradients.flat().read().unwrap();
+            let all = gradients.read_flat().unwrap();
             for entry in spec.entries() {
                 let is_zero = all[entry.range()].iter().all(|&gradient| gradient == 0.0);
                 assert_eq!(is_zero, entry.name().contains("lora_a"), "{}: {}", folder.display(), entry.name());
@@ -251,7 +251,7 @@ on_each_device! {
             adapted.model = adapted.model.recompute(true);
             let (again, loss_again, gradients_again) = adapted.results(&mut arena(device));
             assert_eq!((&logits, &loss), (&again, &loss_again), "{}", folder.display());
-            assert_eq!(gradients.flat().read().unwrap(), gradients_again.flat().read().unwrap());
+            assert_eq!(gradients.read_flat().unwrap(), gradients_again.read_flat().unwrap());
         }
     }
 }

@@ -107,7 +107,7 @@ on_each_device! {
             nf4.model = nf4.model.clone().recompute(recompute);
             let (found, found_loss, found_gradients) = nf4.results(&mut arena(device));
             assert!((bits(&found), bits(&found_loss)) == (bits(&logits), bits(&loss)), "recompute {recompute}");
-            assert!(found_gradients.flat().read().unwrap() == gradients.flat().read().unwrap(), "recompute {recompute}");
+            assert!(found_gradients.read_flat().unwrap() == gradients.read_flat().unwrap(), "recompute {recompute}");
         }
     }
 }

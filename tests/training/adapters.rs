@@ -217,7 +217,7 @@ on_each_device! {
                 tape.backward_overwrite(&loss, &mut gradients)?;
                 Ok(values)
             });
-            (bits(&y.unwrap()), bits(&gradients.flat().read().unwrap()))
+            (bits(&y.unwrap()), bits(&gradients.read_flat().unwrap()))
         };
         assert!(run(&plain, true, false) == run(&dropped, true, false));
         let once = run(&dropped, false, false);

@@ -72,7 +72,7 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
         tape.backward_overwrite(&loss, &mut gradients)?;
         step.read(y.value())
     });
-    (bits(&y.unwrap()), bits(&gradients.flat().read().unwrap()))
+    (bits(&y.unwrap()), bits(&gradients.read_flat().unwrap()))
 }
 
 #[test]

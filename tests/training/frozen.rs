@@ -103,7 +103,7 @@ fn results<S: Activation>(
         })
         .unwrap();
     let norm = arena.step(|step| step.read(&ops::squared_norm(step, &gradients.lend_flat_mut(step)?)?)).unwrap();
-    let all = gradients.flat().read().unwrap();
+    let all = gradients.read_flat().unwrap();
     let named = |entry: &ParameterEntry| (entry.name().to_owned(), bits(&all[entry.range()]));
     let gradients = spec.entries().iter().map(named).collect();
     Results { loss: loss.to_bits(), gradients, norm: norm[0].to_bits(), launches }
@@ -170,7 +170,7 @@ fn same_as_converted<S: Activation>(device: &Device, rule: Rule, stored: FrozenT
             Ok(value[0])
         });
         assert_eq!(loss.unwrap().to_bits(), found.loss, "{stored:?}");
-        let all = gradients.flat().read().unwrap();
+        let all = gradients.read_flat().unwrap();
         for entry in plain_spec.entries() {
             assert_eq!(bits(&all[entry.range()]), found.gradients[entry.name()], "{stored:?}: {}", entry.name());
         }
@@ -283,7 +283,7 @@ fn frozen_weights_take_two_bytes() {
     let parameters = parameters.with_bf16_copy().unwrap();
     assert_eq!(plan.count(Call::Allocate) - before, 3, "the BF16 copy of the trained weights is a third allocation");
     assert_eq!((parameters.spec().elements(), parameters.bf16_copy().unwrap().len()), (128, 128));
-    assert_eq!(Gradients::zeros(&parameters).unwrap().flat().len(), 128);
+    assert_eq!(Gradients::zeros(&parameters).unwrap().spec().elements(), 128);
     assert_eq!(parameters.read(head.weight).unwrap().len(), 30);
 }
 

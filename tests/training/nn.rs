@@ -63,7 +63,7 @@ fn run(device: &Device, forward: Forward) -> (Vec<u32>, Vec<u32>) {
             step.read(y.value())
         })
         .unwrap();
-    (bits(&y), bits(&gradients.flat().read().unwrap()))
+    (bits(&y), bits(&gradients.read_flat().unwrap()))
 }
 
 #[test]

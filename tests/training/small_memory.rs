@@ -7,7 +7,7 @@ use stepscope::memory::ProcessMemory;
 use stepscope::nn::{LayerNorm, Linear};
 use stepscope::ops;
 use stepscope::optim::{Sgd, UpdateArguments, UpdateRule};
-use stepscope::parameters::{AnyBuffer, Initializer, MasterType, StateType};
+use stepscope::parameters::{AnyBuffer, GradientType, Initializer, MasterType, StateType};
 use stepscope::prelude::*;
 
 fn arena(device: &Device) -> Arena {
@@ -16,6 +16,10 @@ fn arena(device: &Device) -> Arena {
 
 fn small(spec: ParameterSpec) -> ParameterSpec {
     spec.with_masters(MasterType::Split).with_state(StateType::Bits8)
+}
+
+fn smallest(spec: ParameterSpec) -> ParameterSpec {
+    small(spec).with_gradients(GradientType::Bf16)
 }
 
 /// Returns a spec of one parameter with this many elements, and of another one.
@@ -149,8 +153,10 @@ fn bits_of(trainer: &Trainer<'_, Small>) -> Bits {
 }
 
 on_each_device! {
-    /// A BF16 model with split masters learns, eager and captured alike, and after a restart.
+    /// A BF16 model with split masters learns, eager and captured alike, and after a restart; with
+    /// gradients in f32 and in BF16.
     fn model_in_bf16_learns(device: &Device) {
+        for small in [small, smallest] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("checkpoint.safetensors");
         let batches = batches(12);
@@ -186,6 +192,42 @@ on_each_device! {
         for (batch, small) in batches.iter().zip(&losses) {
             let loss = full.update(batch).unwrap().loss;
             assert!((loss - small).abs() < 0.05 * loss, "{loss} {small}");
+        }
+        }
+    }
+
+    /// Gradients in BF16 are those in f32, rounded once. Those of a second pass are added in f32,
+    /// and rounded again. The padding stays zero.
+    fn gradients_are_rounded_sums(device: &Device) {
+        let batches = batches(2);
+        let mut space = arena(device);
+        let mut gradients_of = |stored: fn(ParameterSpec) -> ParameterSpec, batches: &[Vec<Points>]| {
+            let mut state = state(device, stored);
+            for batch in batches {
+                space.step(|step| {
+                    let batch = step.upload_inputs(&batch[0].inputs()?)?;
+                    let tape = Tape::new(step, &state.parameters);
+                    let loss = state.model.training_loss(&tape, &batch)?;
+                    tape.backward(&loss, &mut state.gradients)
+                }).unwrap();
+            }
+            let TrainState { model: Small { hidden, norm, head }, gradients, .. } = &state;
+            let all = [hidden.weight, norm.gain, norm.bias, head.weight].map(|of| gradients.read(of).unwrap());
+            (all.concat(), words(gradients.region()), gradients.region().bytes())
+        };
+        let round = |value: f32| bf16::from_f32(value).to_f32();
+        let [(first, ..), (second, ..)] = [0, 1].map(|at| gradients_of(small, &batches[at..][..1]));
+        let (rounded, stored, bytes) = gradients_of(smallest, &batches[..1]);
+        assert_eq!(rounded, first.iter().copied().map(round).collect::<Vec<_>>());
+        assert_eq!(bytes, 2 * state(device, smallest).parameters.spec().elements());
+        let used = stored.iter().flat_map(|word| [word & 0xffff, word >> 16]).filter(|half| half & 0x7fff != 0).count();
+        assert!(used <= state(device, small).parameters.spec().trained_weights(), "{used}");
+        let (sum, ..) = gradients_of(smallest, &batches);
+        for (sum, (first, second)) in sum.iter().zip(first.iter().zip(&second)) {
+            let expected = round(*first) + second;
+            let largest = first.abs().max(second.abs());
+            assert!((sum - expected).abs() <= expected.abs() / 256.0 + largest * 1e-5, "{sum} {expected}");
+            assert_eq!(*sum, round(*sum));
         }
     }
 }
@@ -279,7 +321,7 @@ fn measured(device: &Device, spec: &ParameterSpec) -> [u64; 2] {
     let regions = parameters.regions().into_iter().chain(optimizer.state()).map(AnyBuffer::bytes).sum::<usize>();
     // The halves of split masters are among the regions.
     let copy = parameters.bf16_copy().filter(|_| spec.masters() == MasterType::F32).map_or(0, |copy| copy.len());
-    let owned = regions + copy * size_of::<bf16>() + gradients.flat().len() * size_of::<f32>();
+    let owned = regions + copy * size_of::<bf16>() + gradients.region().bytes();
     [taken, owned as u64]
 }
 
@@ -299,28 +341,31 @@ fn bytes_of_a_weight_are_counted() {
     let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/finetune.md")).unwrap();
     let device = crate::support::open(DeviceKind::Emulated);
     let settings = [
-        (MasterType::F32, StateType::F32, 4.0 + 2.0 + 4.0 + 8.0),
-        (MasterType::F32, StateType::Bits8, 4.0 + 2.0 + 4.0 + 2.125),
-        (MasterType::Split, StateType::F32, 3.0 + 4.0 + 8.0),
-        (MasterType::Split, StateType::Bits8, 3.0 + 4.0 + 2.125),
+        (MasterType::F32, StateType::F32, GradientType::F32, 4.0 + 2.0 + 4.0 + 8.0),
+        (MasterType::F32, StateType::Bits8, GradientType::F32, 4.0 + 2.0 + 4.0 + 2.125),
+        (MasterType::Split, StateType::F32, GradientType::F32, 3.0 + 4.0 + 8.0),
+        (MasterType::Split, StateType::Bits8, GradientType::F32, 3.0 + 4.0 + 2.125),
+        (MasterType::Split, StateType::Bits8, GradientType::Bf16, 3.0 + 2.0 + 2.125),
     ];
-    for (masters, state, paper) in settings {
+    for (masters, state, of_gradients, paper) in settings {
         let mut spec = ParameterSpec::builder();
         spec.add("w", [WEIGHTS / 64, 64], Initializer::fan_in(64));
-        let spec = spec.build().unwrap().with_masters(masters).with_state(state);
+        let spec = spec.build().unwrap().with_masters(masters).with_state(state).with_gradients(of_gradients);
         // Upload slots and threads are made once.
         measured(&device, &spec);
         let counted = measured(&device, &spec).map(|bytes| bytes as f64 / WEIGHTS as f64);
         let copy = if masters == MasterType::F32 { 2.0 } else { 0.0 };
-        let stored = spec.masters_bytes() + 2 * spec.state_bytes();
-        let computed = stored as f64 / WEIGHTS as f64 + 4.0 + copy;
-        println!("{masters:?} {state:?}: {paper} on paper, {counted:?} by the process and the buffers");
+        let stored = spec.masters_bytes() + 2 * spec.state_bytes() + spec.gradients_bytes();
+        let computed = stored as f64 / WEIGHTS as f64 + copy;
+        println!(
+            "{masters:?} {state:?} {of_gradients:?}: {paper} on paper, {counted:?} by the process and the buffers"
+        );
         assert_eq!(computed, paper, "{masters:?} {state:?}");
         assert!(
             counted.iter().all(|counted| (counted / paper - 1.0).abs() < 0.02),
             "{masters:?} {state:?}: {counted:?}"
         );
-        let row = format!("| {masters:?} | {state:?} | {paper:.3} | {:.3} |", counted[1]);
+        let row = format!("| {masters:?} | {state:?} | {of_gradients:?} | {paper:.3} | {:.3} |", counted[1]);
         assert!(page.contains(&row), "docs/finetune.md must have the row {row}");
     }
 }

@@ -69,8 +69,8 @@ pub use indices::{IndexSource, Indices, OnDevice};
 pub use initializer::Initializer;
 pub use non_finite::NonFinite;
 pub use params::{
-    FrozenType, Gradients, LentMasters, LentState, MasterType, MatrixWeights, Nf4Matrix, Parameter, ParameterEntry,
-    ParameterSpec, ParameterSpecBuilder, Parameters, RegionContents, StackedParameters, StateType,
+    FrozenType, GradientType, Gradients, LentMasters, LentState, MasterType, MatrixWeights, Nf4Matrix, Parameter,
+    ParameterEntry, ParameterSpec, ParameterSpecBuilder, Parameters, RegionContents, StackedParameters, StateType,
 };
 pub use preconditions::IndexBound;
 pub use ptx::{PtxBuild, PtxCompiler};

@@ -33,7 +33,7 @@ fn captured(arena: &mut Arena, run: (bool, Graph)) -> Vec<Vec<u32>> {
     for seed in 0..2 {
         let replay = steps.replay(&inputs(&values(seed))).unwrap();
         found.push(bits(&replay.read(*replay.outputs()).unwrap()));
-        found.push(bits(&steps.state().0.gradients.flat().read().unwrap()));
+        found.push(bits(&steps.state().0.gradients.read_flat().unwrap()));
     }
     found
 }
@@ -93,7 +93,7 @@ on_each_device! {
                     })?;
                     step.read(&out)
                 });
-                (bits(&loss.unwrap()), bits(&fixture.gradients.flat().read().unwrap()))
+                (bits(&loss.unwrap()), bits(&fixture.gradients.read_flat().unwrap()))
             };
             assert_eq!(run(true), run(false), "{name}");
         }

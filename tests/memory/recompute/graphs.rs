@@ -295,7 +295,7 @@ pub(crate) fn eager(arena: &mut Arena, run: (bool, Graph)) -> Vec<Vec<u32>> {
             step.read(&loss)
         });
         found.push(crate::support::bits(&loss.unwrap()));
-        found.push(crate::support::bits(&world.gradients.flat().read().unwrap()));
+        found.push(crate::support::bits(&world.gradients.read_flat().unwrap()));
     }
     found
 }

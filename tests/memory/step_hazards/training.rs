@@ -154,7 +154,7 @@ impl Trainer {
 
     /// Adds a batch's loss, gradients and weights to the run.
     pub(crate) fn note(&mut self, loss: f32) {
-        let (gradients, weights) = (self.gradients.flat().read().unwrap(), self.parameters.read_flat().unwrap());
+        let (gradients, weights) = (self.gradients.read_flat().unwrap(), self.parameters.read_flat().unwrap());
         self.run.push(loss, gradients, weights, &self.gradients.read(self.model.head[0]).unwrap());
     }
 

@@ -58,7 +58,7 @@ fn gradients(device: &Device, plan: &Plan<'_>, batch: &[Contexts]) -> (Vec<f32>,
     let mut arena = memory::arena(device, None, needs).unwrap();
     let mut trainer = stepscope::Trainer::eager(&mut arena, state);
     let loss = trainer.accumulate(batch).unwrap().loss;
-    (trainer.state().gradients.flat().read().unwrap(), loss)
+    (trainer.state().gradients.read_flat().unwrap(), loss)
 }
 
 /// Returns the loaded model of a case of `tests/models`.

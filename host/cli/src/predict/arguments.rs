@@ -145,7 +145,7 @@ impl Args {
                     format!(", LoRA of rank {rank}{weights}")
                 });
                 let again = if mode.recompute { ", recompute" } else { "" };
-                let small = if mode.memory == TrainingMemory::Small { ", small memory" } else { "" };
+                let small = mode.memory.setting().map_or_else(String::new, |(_, memory)| format!(", {memory} memory"));
                 let (family, context) = (config.family, config.context);
                 let size = match self.config {
                     Some(_) => format!("of {} layers", config.layers.len()),

@@ -27,8 +27,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 
-    /// Memory of weights and moments: small stores a weight as a BF16, which products read, and a
-    /// correction of 8 bits, and each moment in 8 bits, which round differently
+    /// Memory of weights, moments and gradients: small stores a weight as a BF16, which products
+    /// read, and a correction of 8 bits, and each moment in 8 bits; smallest stores gradients in
+    /// BF16 too, without ranks. Each rounds differently
     #[arg(long, value_enum, default_value_t = TrainingMemory::Full)]
     pub(crate) memory: TrainingMemory,
 

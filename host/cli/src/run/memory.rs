@@ -6,7 +6,7 @@
 use std::fmt;
 
 use stepscope::memory::HostMemory;
-use stepscope::parameters::{FrozenType, MasterType};
+use stepscope::parameters::{FrozenType, GradientType, MasterType};
 use stepscope::tensor::Element;
 use stepscope::{
     AdamW, Arena, Capacity, Device, HostBatch, HostInputs, Model, ParameterSpec, Parameters, Result, Tape, TrainState,
@@ -63,8 +63,12 @@ impl RunMemory {
             });
             measured.map(|measured| measured.high_water_bytes())
         };
-        let steps = needs(&largest.inputs()?, true)? + needs(&evaluated.inputs()?, false)? + ROOM;
         let (_, spec) = model()?;
+        let converted = match spec.gradients() {
+            GradientType::F32 => 0,
+            GradientType::Bf16 => GradientType::CONVERTED.min(spec.elements()) * size_of::<f32>(),
+        };
+        let steps = needs(&largest.inputs()?, true)? + converted + needs(&evaluated.inputs()?, false)? + ROOM;
         let is_bf16 = <S as Element>::NAME == bf16::NAME;
         let copied = if is_bf16 { size_of::<bf16>() } else { 0 };
         let frozen: usize = spec.frozen(FrozenType::F32).iter().map(|entry| entry.shape().elements()).sum();
@@ -73,7 +77,7 @@ impl RunMemory {
             weights: trained + (frozen * copied) as u64 + spec.frozen_bytes(),
             steps: steps as u64,
             files: 3 * largest_bytes(&spec),
-            gradients: (spec.elements() * size_of::<f32>()) as u64,
+            gradients: spec.gradients_bytes(),
             group: 0,
             ranks: 1,
         })
@@ -195,6 +199,5 @@ pub(crate) fn weights_bytes(weights: &Parameters) -> usize {
 /// BF16 copy if products read BF16.
 pub(crate) fn trained_bytes(spec: &ParameterSpec, is_bf16: bool) -> u64 {
     let copied = if is_bf16 && spec.masters() == MasterType::F32 { size_of::<bf16>() } else { 0 };
-    let others = spec.elements() * (size_of::<f32>() + copied);
-    spec.masters_bytes() + 2 * spec.state_bytes() + others as u64
+    spec.masters_bytes() + spec.gradients_bytes() + 2 * spec.state_bytes() + (spec.elements() * copied) as u64
 }

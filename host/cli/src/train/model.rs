@@ -11,7 +11,7 @@ use serde_json::json;
 use stepscope::models::{ModelConfig, Transformer, WeightFiles};
 use stepscope::ops::{Activation, LabelRules, LmHeadConfig};
 use stepscope::optim::ParameterGroups;
-use stepscope::parameters::{FrozenType, MasterType, ParameterEntry, StateType};
+use stepscope::parameters::{FrozenType, GradientType, MasterType, ParameterEntry, StateType};
 use stepscope::tensor::{Indices, Saved};
 use stepscope::{DeviceBatch, ParameterSpec, Result, Tape, Var};
 
@@ -65,6 +65,8 @@ pub(crate) enum TrainingMemory {
     Full,
     /// Split masters, and moments in 8 bits.
     Small,
+    /// The same, and gradients in BF16. On one GPU.
+    Smallest,
 }
 
 impl TrainingMemory {
@@ -73,12 +75,14 @@ impl TrainingMemory {
         match self {
             Self::Full => spec,
             Self::Small => spec.with_masters(MasterType::Split).with_state(StateType::Bits8),
+            Self::Smallest => Self::Small.of(spec).with_gradients(GradientType::Bf16),
         }
     }
 
     /// Returns the setting that decides the weights. Checkpoints from before this setting lack it.
     pub(crate) fn setting(self) -> Option<(&'static str, String)> {
-        (self == Self::Small).then(|| ("memory", "small".into()))
+        let name = self.to_possible_value().filter(|_| self != Self::Full)?.get_name().to_owned();
+        Some(("memory", name))
     }
 }
 

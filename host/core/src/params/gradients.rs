@@ -1,43 +1,64 @@
-//! Gradients of the trained parameters, which outlive steps, in one flat region.
+//! Gradients of the trained parameters, which outlive steps, in one flat region of f32 or BF16.
 //!
 //! Invariant: the padding between parameters stays zero, and each gradient's position is the
 //! spec's.
 
 #![forbid(unsafe_code)]
 
-use super::spec::{Parameter, ParameterSpec, StackedParameters};
+use super::matrix::MatrixWeights;
+use super::spec::{GradientType, Parameter, ParameterSpec, StackedParameters};
 use super::weights::{Flat, Parameters};
-use crate::buffer::Buffer;
+use crate::buffer::{AnyBuffer, Buffer};
 use crate::elementary;
 use crate::error::{Error, Result};
+use crate::ops;
 use crate::step::Step;
-use crate::tensor::LentMut;
+use crate::tensor::{LentMut, Memory, Shape, Tensor};
+use half::bf16;
+use std::ops::Range;
 
 /// A model's gradients on a device. Backward adds to them, and the optimizer reads them.
 #[derive(Debug)]
 pub struct Gradients {
-    flat: Flat,
+    flat: FlatGradients,
+}
+
+/// The flat region.
+#[derive(Debug)]
+enum FlatGradients {
+    F32(Flat),
+    Bf16(Flat<bf16>),
 }
 
 impl Gradients {
-    /// Makes gradients of zero for `parameters`.
+    /// Makes gradients of zero for `parameters`, in the type of [`ParameterSpec::with_gradients`].
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] when the device has no room.
     pub fn zeros(parameters: &Parameters) -> Result<Self> {
-        let spec = parameters.spec().clone();
-        let values = Buffer::zeros(parameters.device(), spec.elements())?;
-        Ok(Self { flat: Flat { spec, values } })
+        let (spec, device) = (parameters.spec().clone(), parameters.device());
+        let elements = spec.elements();
+        let flat = match spec.gradients() {
+            GradientType::F32 => FlatGradients::F32(Flat { values: Buffer::zeros(device, elements)?, spec }),
+            GradientType::Bf16 => FlatGradients::Bf16(Flat { values: Buffer::zeros(device, elements)?, spec }),
+        };
+        Ok(Self { flat })
     }
 
     /// Finds the first gradient that is not finite. Waits.
     pub(super) fn first_not_finite(&self) -> Result<Option<&str>> {
-        self.flat.first_not_finite()
+        match &self.flat {
+            FlatGradients::F32(flat) => flat.first_not_finite(),
+            FlatGradients::Bf16(flat) => flat.first_not_finite(),
+        }
     }
 
     /// The names, shapes and positions.
     pub fn spec(&self) -> &ParameterSpec {
-        &self.flat.spec
+        match &self.flat {
+            FlatGradients::F32(flat) => &flat.spec,
+            FlatGradients::Bf16(flat) => &flat.spec,
+        }
     }
 
     /// Queues zeroing of all gradients.
@@ -45,55 +66,127 @@ impl Gradients {
     /// # Errors
     /// [`Error::Misuse`] when they are on another device.
     pub fn zero(&mut self, step: &Step<'_>) -> Result<()> {
-        elementary::fill_into(step, &mut self.lend_flat_mut(step)?, 0.0)
+        let elements = [self.spec().elements()];
+        match &mut self.flat {
+            FlatGradients::F32(flat) => {
+                elementary::fill_into(step, &mut step.lend_mut(&mut flat.values, elements)?, 0.0)
+            }
+            FlatGradients::Bf16(flat) => {
+                elementary::fill_into(step, &mut step.lend_mut(&mut flat.values, elements)?, 0.0)
+            }
+        }
+    }
+
+    /// The gradients in f32, for functions that lend them to be written.
+    fn in_f32(&self) -> Result<&Flat> {
+        match &self.flat {
+            FlatGradients::F32(flat) => Ok(flat),
+            FlatGradients::Bf16(_) => {
+                let expected = "gradients in f32: leave out `ParameterSpec::with_gradients`";
+                Err(Error::misuse("gradients", expected, "gradients in BF16"))
+            }
+        }
     }
 
     /// Lends all gradients as one flat region to kernels of a step that write them. Keep the
     /// padding between parameters zero.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device, or stored in BF16.
     pub fn lend_flat_mut<'b, 's>(&'b mut self, step: &Step<'s>) -> Result<LentMut<'b, 's>> {
-        let elements = [self.flat.values.len()];
-        step.lend_mut(&mut self.flat.values, elements)
+        let values = &self.in_f32()?.values;
+        step.borrow(values, true)?;
+        Ok(LentMut::new(values.memory(), [values.len()].into()))
     }
 
     /// Lends one parameter's gradient, to be added to.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when it is on another device, or the handle belongs to another parameter
-    /// spec.
+    /// [`Error::Misuse`] when it is on another device or stored in BF16, or the handle belongs to
+    /// another parameter spec.
     pub fn lend_mut<'b, 's>(&'b mut self, step: &Step<'s>, parameter: Parameter) -> Result<LentMut<'b, 's>> {
-        let (memory, shape) = self.flat.part(step, parameter, true)?;
+        let (memory, shape) = self.in_f32()?.part(step, parameter, true)?;
         Ok(LentMut::new(memory, shape))
     }
 
-    /// Lends the gradients of several parameters at once, to be added to.
+    /// Returns the gradients of several parameters, to be written by a step.
     ///
     /// # Errors
     /// [`Error::Misuse`] when a parameter appears twice.
-    pub fn lend_many_mut<'b, 's, const N: usize>(
-        &'b mut self,
-        step: &Step<'s>,
+    pub(crate) fn parts<const N: usize>(
+        &mut self,
+        step: &Step<'_>,
         parameters: [Parameter; N],
-    ) -> Result<[LentMut<'b, 's>; N]> {
+    ) -> Result<GradientParts> {
         for (at, parameter) in parameters.iter().enumerate() {
             if parameters[..at].contains(parameter) {
                 return Err(Error::misuse("gradients", "different parameters", "the same parameter twice"));
             }
         }
         // Different parameters of one spec do not overlap.
-        let parts =
-            parameters.iter().map(|&parameter| self.flat.part(step, parameter, true)).collect::<Result<Vec<_>>>()?;
-        let mut parts = parts.into_iter().map(|(memory, shape)| LentMut::new(memory, shape));
-        Ok(parameters.map(|_| parts.next().expect("there is a part for each parameter")))
+        let parameters = parameters.iter();
+        Ok(match &self.flat {
+            FlatGradients::F32(flat) => {
+                GradientParts::F32(parameters.map(|&of| flat.part(step, of, true)).collect::<Result<_>>()?)
+            }
+            FlatGradients::Bf16(flat) => {
+                GradientParts::Bf16(parameters.map(|&of| flat.part(step, of, true)).collect::<Result<_>>()?)
+            }
+        })
     }
 
-    /// Lends a stack's gradients from the first member's start to the last member's end, flat. Keep
-    /// the padding between members zero.
+    /// Returns a stack's gradients from the first member's start to the last member's end, flat, to
+    /// be written by a step. Keep the padding between members zero.
     ///
     /// # Errors
     /// [`Error::Misuse`] for a stack without members.
-    pub fn lend_stack_mut<'b, 's>(&'b mut self, step: &Step<'s>, stack: &StackedParameters) -> Result<LentMut<'b, 's>> {
-        let (memory, shape) = self.flat.stack(step, stack, true)?;
-        Ok(LentMut::new(memory, shape))
+    pub(crate) fn stack_part(&mut self, step: &Step<'_>, stack: &StackedParameters) -> Result<GradientParts> {
+        Ok(match &self.flat {
+            FlatGradients::F32(flat) => GradientParts::F32(vec![flat.stack(step, stack, true)?]),
+            FlatGradients::Bf16(flat) => GradientParts::Bf16(vec![flat.stack(step, stack, true)?]),
+        })
+    }
+
+    /// Registers that a step writes the gradients.
+    pub(crate) fn borrow(&self, step: &Step<'_>) -> Result<()> {
+        match &self.flat {
+            FlatGradients::F32(flat) => step.borrow(&flat.values, true),
+            FlatGradients::Bf16(flat) => step.borrow(&flat.values, true),
+        }
+    }
+
+    /// Lends elements of the flat region in f32: as they are stored, or converted into memory of
+    /// the step.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device; [`Error::ArenaFull`].
+    ///
+    /// # Panics
+    /// Panics if the range exceeds the region.
+    pub fn lend<'b, 's>(&'b self, step: &Step<'s>, range: Range<usize>) -> Result<MatrixWeights<'b, 's, f32>> {
+        let elements = [self.spec().elements()];
+        Ok(match &self.flat {
+            FlatGradients::F32(flat) => MatrixWeights::Lent(step.lend(&flat.values, elements)?.part(range)),
+            FlatGradients::Bf16(flat) => {
+                MatrixWeights::Converted(ops::to_f32(step, &step.lend(&flat.values, elements)?.part(range))?)
+            }
+        })
+    }
+
+    /// Queues the sum of the squares of all gradients, or of one parameter's, `[1]`.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device, or the handle belongs to another
+    /// parameter spec; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn squared_norm<'s>(&self, step: &Step<'s>, of: Option<Parameter>) -> Result<Tensor<'s>> {
+        let range =
+            of.map_or(Ok(0..self.spec().elements()), |of| self.spec().trained_entry(of).map(|of| of.range()))?;
+        let elements = [self.spec().elements()];
+        match &self.flat {
+            FlatGradients::F32(flat) => ops::squared_norm(step, &step.lend(&flat.values, elements)?.part(range)),
+            FlatGradients::Bf16(flat) => ops::squared_norm(step, &step.lend(&flat.values, elements)?.part(range)),
+        }
     }
 
     /// Waits, and returns one parameter's gradient.
@@ -101,11 +194,39 @@ impl Gradients {
     /// # Errors
     /// [`Error::Misuse`] when the handle belongs to another parameter spec.
     pub fn read(&self, parameter: Parameter) -> Result<Vec<f32>> {
-        self.flat.read(parameter)
+        match &self.flat {
+            FlatGradients::F32(flat) => flat.read(parameter),
+            FlatGradients::Bf16(flat) => Ok(flat.read(parameter)?.into_iter().map(bf16::to_f32).collect()),
+        }
+    }
+
+    /// Waits, and returns all gradients by the positions of the spec.
+    pub fn read_flat(&self) -> Result<Vec<f32>> {
+        match &self.flat {
+            FlatGradients::F32(flat) => flat.values.read(),
+            FlatGradients::Bf16(flat) => Ok(flat.values.read()?.into_iter().map(bf16::to_f32).collect()),
+        }
     }
 
     /// All gradients as one flat region of the spec.
-    pub fn flat(&self) -> &Buffer<f32> {
-        &self.flat.values
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are stored in BF16.
+    pub fn flat(&self) -> Result<&Buffer<f32>> {
+        self.in_f32().map(|flat| &flat.values)
     }
+
+    /// The region in which the gradients are stored.
+    pub fn region(&self) -> AnyBuffer<'_> {
+        match &self.flat {
+            FlatGradients::F32(flat) => AnyBuffer::F32(&flat.values),
+            FlatGradients::Bf16(flat) => AnyBuffer::Bf16(&flat.values),
+        }
+    }
+}
+
+/// The memory of gradients that a step writes.
+pub(crate) enum GradientParts {
+    F32(Vec<(Memory<f32>, Shape)>),
+    Bf16(Vec<(Memory<bf16>, Shape)>),
 }

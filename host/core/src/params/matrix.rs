@@ -27,6 +27,11 @@ impl<'b, 's, S: Stored> MatrixWeights<'b, 's, S> {
         }
     }
 
+    /// Lends the weights as they are.
+    pub fn lent(&self) -> Lent<'_, 's, S> {
+        Lent::new(self.memory(), self.shape())
+    }
+
     /// Keeps converted weights until the step ends.
     pub(super) fn keep(self) -> Lent<'b, 's, S> {
         match self {

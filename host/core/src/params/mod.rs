@@ -12,6 +12,7 @@ mod spec;
 mod weights;
 
 pub use contents::RegionContents;
+pub(crate) use gradients::GradientParts;
 pub use gradients::Gradients;
 pub(crate) use masters::MasterArguments;
 pub use masters::{LentMasters, LentState};
@@ -20,7 +21,7 @@ pub use nf4::Nf4Matrix;
 pub use scope::Scope;
 pub use spec::NOTES;
 pub use spec::{
-    FrozenType, MasterType, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, StackedParameters,
-    StateType,
+    FrozenType, GradientType, MasterType, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder,
+    StackedParameters, StateType,
 };
 pub use weights::Parameters;

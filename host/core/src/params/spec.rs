@@ -65,6 +65,21 @@ pub enum FrozenType {
     Nf4,
 }
 
+/// The type in which gradients are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GradientType {
+    /// f32, 4 bytes for each weight.
+    F32,
+    /// BF16, 2 bytes for each weight. An op computes or adds its gradient in f32, and the sum is
+    /// rounded to nearest, ties to even, when the op ends.
+    Bf16,
+}
+
+impl GradientType {
+    /// The most gradients in BF16 that an update converts to f32 at a time, a multiple of 64.
+    pub const CONVERTED: usize = 4 << 20;
+}
+
 /// A parameter's name, shape and position.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParameterEntry {
@@ -153,6 +168,7 @@ struct Shared {
     identity: u64,
     masters: MasterType,
     state: StateType,
+    gradients: GradientType,
     /// Each parameter's position, in the order in which they were added.
     positions: Vec<Position>,
     trained: Region,
@@ -225,6 +241,13 @@ impl ParameterSpec {
         Self { shared: Arc::new(Shared { state, ..Arc::unwrap_or_clone(self.shared) }) }
     }
 
+    /// Sets the type in which gradients are stored. The default is [`GradientType::F32`]. A group
+    /// of ranks takes no other.
+    #[must_use]
+    pub fn with_gradients(self, gradients: GradientType) -> Self {
+        Self { shared: Arc::new(Shared { gradients, ..Arc::unwrap_or_clone(self.shared) }) }
+    }
+
     /// The type in which trained weights are stored; see [`ParameterSpec::with_masters`].
     pub fn masters(&self) -> MasterType {
         self.shared.masters
@@ -233,6 +256,11 @@ impl ParameterSpec {
     /// The type in which optimizers keep their state; see [`ParameterSpec::with_state`].
     pub fn state(&self) -> StateType {
         self.shared.state
+    }
+
+    /// The type in which gradients are stored; see [`ParameterSpec::with_gradients`].
+    pub fn gradients(&self) -> GradientType {
+        self.shared.gradients
     }
 
     /// True if the weights of a parameter are stored as BF16: frozen in BF16, or trained as split
@@ -357,10 +385,22 @@ impl ParameterSpec {
         (self.elements() / RUN * self.state().run_words() * size_of::<u32>()) as u64
     }
 
+    /// The bytes that gradients take on a device.
+    pub fn gradients_bytes(&self) -> u64 {
+        let each = match self.gradients() {
+            GradientType::F32 => size_of::<f32>(),
+            GradientType::Bf16 => size_of::<bf16>(),
+        };
+        (each * self.elements()) as u64
+    }
+
     /// True if both are the same spec, rather than merely equal ones, with the same types of
-    /// weights and state.
+    /// weights, state and gradients.
     pub fn same(&self, other: &Self) -> bool {
-        let key = |spec: &Self| (spec.shared.identity, spec.shared.masters, spec.shared.state);
+        let key = |spec: &Self| {
+            let Shared { identity, masters, state, gradients, .. } = *spec.shared;
+            (identity, masters, state, gradients)
+        };
         key(self) == key(other)
     }
 

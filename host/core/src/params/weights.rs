@@ -16,7 +16,7 @@ use crate::device::Device;
 use crate::digest::hex;
 use crate::error::{Error, Quantity, Result, short};
 use crate::initializer::Initializer;
-use crate::non_finite::{NonFinite, all_finite, are_finite};
+use crate::non_finite::{NonFinite, are_finite};
 use crate::random::SplitMix64;
 use crate::step::Step;
 use crate::tensor::{Element, Lent, Memory, Shape, Source, Stored, Target, is_finite};
@@ -62,14 +62,12 @@ impl<S: Stored> Flat<S> {
         let entry = self.spec.trained_entry(parameter)?;
         self.values.read_range(entry.start(), entry.shape().elements())
     }
-}
 
-impl Flat {
     /// Finds the first parameter that is not finite. Waits. Needs host memory for one piece.
     pub(super) fn first_not_finite(&self) -> Result<Option<&str>> {
         for entry in self.spec.entries() {
             for piece in self.values.pieces(entry.range()) {
-                if !all_finite(bytemuck::cast_slice(&piece?)) {
+                if !piece?.iter().all(|value| value.widen().is_finite()) {
                     return Ok(Some(entry.name()));
                 }
             }

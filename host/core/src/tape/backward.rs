@@ -7,10 +7,12 @@
 use super::var::{Var, check};
 use crate::elementary;
 use crate::error::{Error, Result};
-use crate::params::{Gradients, MatrixWeights, Parameter, Parameters, StackedParameters};
+use crate::params::{GradientParts, Gradients, MatrixWeights, Parameter, Parameters, StackedParameters};
 use crate::step::Step;
-use crate::tensor::{AnyTensor, Lent, LentMut, Shape, Stored, Tensor};
+use crate::tensor::{AnyTensor, Lent, LentMut, Memory, Shape, Source, Stored, Target, Tensor};
 use cuda_std::float_mode;
+use half::bf16;
+use kernels::cast::{cast_to_bf16, cast_to_f32};
 use std::fmt;
 use std::panic::Location;
 
@@ -70,6 +72,8 @@ pub struct Backward<'b, 't, 's> {
     /// The name of the running op.
     op: &'static str,
     gradients: &'b mut Gradients,
+    /// Gradients in f32 of which BF16 is stored, and where. They are rounded when the op ends.
+    unrounded: Vec<(Memory<bf16>, Tensor<'s>)>,
     /// True for each parameter whose gradient is valid. Otherwise the next contribution overwrites
     /// it.
     written: Vec<bool>,
@@ -95,7 +99,17 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         outputs: usize,
     ) -> Self {
         let pending = (0..outputs).map(|_| Upstream::Nothing).collect();
-        Self { step, parameters, tape, op: "backward", gradients, written, pending, taken: Vec::new() }
+        Self {
+            step,
+            parameters,
+            tape,
+            op: "backward",
+            gradients,
+            unrounded: Vec::new(),
+            written,
+            pending,
+            taken: Vec::new(),
+        }
     }
 
     /// Sets the loss's gradient.
@@ -115,6 +129,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         self.step.region().attribute(Some(site));
         self.op = op;
         backward(self, upstream)?;
+        self.round()?;
         if self.taken.is_empty() {
             return Ok(());
         }
@@ -137,9 +152,9 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     where
         't: 'x,
     {
-        let (written, taken) = (std::mem::take(&mut self.written), Vec::new());
+        let (written, unrounded, taken) = (std::mem::take(&mut self.written), Vec::new(), Vec::new());
         let (parameters, op, gradients) = (self.parameters, self.op, &mut *self.gradients);
-        let mut inner = Backward { step, parameters, tape, op, gradients, written, pending, taken };
+        let mut inner = Backward { step, parameters, tape, op, gradients, unrounded, written, pending, taken };
         records.into_iter().rev().try_for_each(|record| inner.run(record))?;
         let Backward { written, pending, .. } = inner;
         self.written = written;
@@ -148,7 +163,48 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
 
     /// Zeroes the gradients that received no contribution.
     pub(super) fn finish(&mut self) -> Result<()> {
-        self.parameters.spec().trained_parameters().try_for_each(|parameter| self.gradient(parameter).map(drop))
+        let spec = self.parameters.spec();
+        for parameter in spec.trained_parameters() {
+            if !self.written[spec.index(parameter)?] {
+                self.gradient(parameter)?;
+            }
+        }
+        self.round()
+    }
+
+    /// Rounds the gradients that have been lent in f32 to BF16, which is stored.
+    fn round(&mut self) -> Result<()> {
+        for (stored, gradient) in self.unrounded.drain(..) {
+            let mut stored = LentMut::new(stored, gradient.shape());
+            self.step.launch(cast_to_bf16 { x: gradient.slice(), out: stored.out() })?;
+            self.step.free(gradient);
+        }
+        Ok(())
+    }
+
+    /// Lends parts of the gradients in f32. If BF16 is stored, they are memory of the step, with
+    /// the stored gradient if it is written.
+    fn lend(&mut self, parts: GradientParts, written: &[bool]) -> Result<Vec<LentMut<'_, 's>>> {
+        // What was lent before is no longer borrowed.
+        self.round()?;
+        let parts = match parts {
+            GradientParts::F32(parts) => parts,
+            GradientParts::Bf16(parts) => {
+                let step = self.step;
+                let mut in_f32 = |((stored, shape), &written): ((Memory<bf16>, Shape), &bool)| {
+                    let mut gradient = step.empty(shape)?;
+                    if written {
+                        let stored = Lent::new(stored, shape);
+                        step.launch(cast_to_f32 { x: stored.slice(), out: gradient.out() })?;
+                    }
+                    let memory = gradient.memory();
+                    self.unrounded.push((stored, gradient));
+                    Ok((memory, shape))
+                };
+                parts.into_iter().zip(written).map(&mut in_f32).collect::<Result<_>>()?
+            }
+        };
+        Ok(parts.into_iter().map(|(memory, shape)| LentMut::new(memory, shape)).collect())
     }
 
     /// The step that the pass belongs to.
@@ -292,11 +348,13 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         let spec = self.parameters.spec();
         let places = parameters.iter().map(|&parameter| spec.index(parameter)).collect::<Result<Vec<_>>>();
         let places = places.map_err(|error| error.in_op(op))?;
-        let gradients = self.gradients.lend_many_mut(self.step, parameters).map_err(|error| error.in_op(op))?;
+        let parts = self.gradients.parts(self.step, parameters).map_err(|error| error.in_op(op))?;
         let mut places = places.into_iter();
-        let mut written =
+        let mut write =
             || std::mem::replace(&mut self.written[places.next().expect("there is a place for each output")], true);
-        Ok((gradients, [(); N].map(|()| written())))
+        let written = [(); N].map(|()| write());
+        let mut gradients = self.lend(parts, &written)?.into_iter();
+        Ok((parameters.map(|_| gradients.next().expect("there is a part for each parameter")), written))
     }
 
     /// Lends a stack's gradient like [`Backward::stack_gradient`], for an op that overwrites all of
@@ -315,7 +373,9 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
             }
             self.written[place] = true;
         }
-        let gradient = self.gradients.lend_stack_mut(self.step, stack).map_err(|error| error.in_op(op))?;
+        let part = self.gradients.stack_part(self.step, stack).map_err(|error| error.in_op(op))?;
+        // The padding between members is loaded too.
+        let gradient = self.lend(part, &[true])?.remove(0);
         Ok((gradient, written))
     }
 

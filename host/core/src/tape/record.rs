@@ -223,7 +223,7 @@ impl<'t, 's> Tape<'t, 's> {
         if !gradients.spec().same(self.parameters.spec()) {
             return Err(Error::misuse(OP, "gradients of the tape's parameters", "gradients of another parameter spec"));
         }
-        self.step.borrow(gradients.flat(), true)?;
+        gradients.borrow(self.step)?;
         let Self { step, share, parameters, identity, .. } = self;
         // Ends the span of the forward pass too.
         let (all, outputs) = self.into_records();

@@ -17,8 +17,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use stepscope_core::internals::{Memory, is_finite, watch_launches};
 use stepscope_core::{
-    AnyBuffer, Buffer, Error, Gradients, LentMasters, LentState, ParameterEntry, ParameterSpec, Parameters, Phase,
-    Result, Source, Step, Tensor, ops,
+    AnyBuffer, Buffer, Error, GradientType, Gradients, LentMasters, LentState, ParameterEntry, ParameterSpec,
+    Parameters, Phase, Result, Source, Step, Tensor,
 };
 
 /// An optimizer that updates weights by a rule `R` and keeps the rule's state on the device.
@@ -200,7 +200,7 @@ impl<R: UpdateRule> Optimizer<R> {
         gradients: &Gradients,
     ) -> Result<Tensor<'s>> {
         let _phase = step.enter(Phase::Optimizer);
-        let norm = ops::squared_norm(step, &step.lend(gradients.flat(), [gradients.flat().len()])?)?;
+        let norm = gradients.squared_norm(step, None)?;
         let writes_copy = self.declared.writes_copy;
         let queued = self.queue(step, parameters, gradients, &norm, writes_copy);
         // A rule that failed may have queued some of its launches.
@@ -236,9 +236,17 @@ impl<R: UpdateRule> Optimizer<R> {
         squared_norm: &Tensor<'s>,
         writes_copy: bool,
     ) -> Result<()> {
-        let elements = [self.spec.elements()];
-        for (slice, start) in with_places(&self.slices) {
-            let gradients = step.lend(gradients.flat(), elements)?.part(slice.clone());
+        let piece = match self.spec.gradients() {
+            GradientType::F32 => usize::MAX,
+            GradientType::Bf16 => GradientType::CONVERTED,
+        };
+        let in_pieces = |(slice, start): (&Range<usize>, usize)| {
+            let Range { start: first, end } = *slice;
+            (first..end).step_by(piece).map(move |at| (at..end.min(at.saturating_add(piece)), start + at - first))
+        };
+        for (slice, start) in with_places(&self.slices).flat_map(in_pieces) {
+            let lent = gradients.lend(step, slice.clone())?;
+            let gradients = lent.lent();
             let weights = match parameters.lend_masters(step)?.part(slice.clone()) {
                 LentMasters::F32 { weights, copy } => LentMasters::F32 { weights, copy: copy.filter(|_| writes_copy) },
                 split @ LentMasters::Split { .. } => split,
@@ -272,6 +280,7 @@ impl<R: UpdateRule> Optimizer<R> {
             });
             queued?;
             promised.check(self.declared.name, &extents)?;
+            lent.free(step);
         }
         Ok(())
     }

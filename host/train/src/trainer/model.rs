@@ -5,7 +5,7 @@ use super::batch::{EpochProgress, MicroBatch, compare_capabilities, dropout_seed
 use super::sync::{CallSite, GradientSync, Metric, Updated};
 use crate::checkpoint::Checkpoint;
 use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule, UpdateTicket};
-use stepscope_core::ops::{self, Cast, Generator, Precision};
+use stepscope_core::ops::{Cast, Generator, Precision};
 use stepscope_core::{
     Arena, CaptureInputs, Device, DeviceBatch, EagerStep, Element, Error, Gradients, HostInputs, NonFinite, Output,
     Parameter, ParameterEntry, ParameterSpec, Parameters, Result, Saved, Step, Tape, Tensor, Transfer, Var, bf16,
@@ -204,7 +204,7 @@ impl<M, R: UpdateRule> TrainState<M, R> {
             tape.backward(&loss, gradients)?;
         }
         let monitored = match monitored.filter(|_| part.last) {
-            Some(parameter) => Some(ops::squared_norm(step, &gradients.lend_mut(step, parameter)?)?),
+            Some(parameter) => Some(gradients.squared_norm(step, Some(parameter))?),
             None => None,
         };
         let update = |ticket| optimizer.apply_with_norm(ticket, step, parameters, gradients);
@@ -299,7 +299,7 @@ impl<M, R: UpdateRule> TrainState<M, R> {
         let ticket = part.update.then(|| UpdateTicket::each_replay(slots));
         let metrics = state.learn(step, slots.batch(), part, ticket)?;
         for bucket in state.sync.buckets() {
-            slots.announce(state.gradients.flat().memory().part(bucket.start, bucket.len()));
+            slots.announce(state.gradients.flat()?.memory().part(bucket.start, bucket.len()));
         }
         let output = |norm: Tensor<'s>| slots.output(&norm);
         let (gradients, monitored) = (metrics.gradients.map(output), metrics.monitored.map(output));

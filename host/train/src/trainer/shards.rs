@@ -31,7 +31,8 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
 use stepscope_core::internals::{self, Memory, hex};
 use stepscope_core::{
-    Arena, Buffer, Error, Gradients, MemoryShortage, Parameter, ParameterEntry, Parameters, Phase, Result, ops,
+    Arena, Buffer, Error, GradientType, Gradients, MemoryShortage, Parameter, ParameterEntry, Parameters, Phase,
+    Result, ops,
 };
 use stepscope_group::agreement::{Settings, expect_same};
 use stepscope_group::{Group, Slices};
@@ -138,6 +139,10 @@ impl Shards {
         } else {
             None
         };
+        if parameters.spec().gradients() != GradientType::F32 {
+            let expected = "gradients in f32, which a group exchanges: leave out `ParameterSpec::with_gradients`";
+            return Err(Error::misuse("in_group", expected, "gradients in BF16"));
+        }
         let starts = parameters.spec().entries().iter().map(ParameterEntry::start);
         let slices = Slices::new(starts, elements, ranks);
         let own = shards / ranks;
@@ -209,7 +214,7 @@ impl Shards {
     fn exchange(&mut self, gradients: &Gradients, number: usize) -> Result<()> {
         let Self { group, slices, among, .. } = self;
         let Some(PeerBuffers { parts, travelling, .. }) = among else { return Ok(()) };
-        let (flat, parts, ranks) = (gradients.flat().memory(), parts[number].memory(), 0..group.ranks());
+        let (flat, parts, ranks) = (gradients.flat()?.memory(), parts[number].memory(), 0..group.ranks());
         let part = |to: usize| {
             let slice = slices.of_bucket(number, to);
             (to, flat.part(slice.start, slice.len()))
@@ -384,7 +389,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
             }
             Ok(())
         })?;
-        let flat = gradients.flat().memory();
+        let flat = gradients.flat()?.memory();
         // SAFETY: norms and gradients are buffers of this train state, which a device frees in
         // stream order.
         unsafe {
@@ -405,7 +410,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         arena.step(|step| {
             let monitored = monitored.map(|monitored| {
                 let _phase = step.enter(Phase::Backward);
-                ops::squared_norm(step, &gradients.lend_mut(step, monitored)?)
+                gradients.squared_norm(step, Some(monitored))
             });
             let monitored = monitored.transpose()?;
             let norm = match &self.among {

@@ -4,7 +4,8 @@
 //! that memory can have.
 
 use super::{
-    FrozenType, MasterType, NOTES, Parameter, ParameterEntry, ParameterSpec, Shared, StackedParameters, StateType,
+    FrozenType, GradientType, MasterType, NOTES, Parameter, ParameterEntry, ParameterSpec, Shared, StackedParameters,
+    StateType,
 };
 use crate::arena::ALIGN_BYTES;
 use crate::error::{Error, Result, short};
@@ -214,6 +215,7 @@ impl ParameterSpecBuilder {
             identity: self.identity,
             masters: MasterType::F32,
             state: StateType::F32,
+            gradients: GradientType::F32,
             positions: Vec::new(),
             trained: Region::default(),
             frozen: [const { Region::new() }; 3],
