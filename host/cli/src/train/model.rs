@@ -65,7 +65,7 @@ pub(crate) enum TrainingMemory {
     Full,
     /// Split masters, and moments in 8 bits.
     Small,
-    /// The same, and gradients in BF16. On one GPU.
+    /// Small memory, and gradients in BF16, on one GPU.
     Smallest,
 }
 
