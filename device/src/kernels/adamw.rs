@@ -97,7 +97,7 @@ contract! { unsafe adamw { block: crate::block::BLOCK } |k| {
 }}
 
 family! {
-    /// Runs the step of [`adamw`], on weights and moments that take less memory. Shapes:
+    /// Runs the step of [`adamw()`], on weights and moments that take less memory. Shapes:
     /// `gradients`: `[n]`, whole runs of 64 elements, `weights`, `has_bf16`, `halves`,
     /// `corrections`: see [`Masters`], `m`, `v`: `[n / 64, words of a run]`, see [`StateType`], the
     /// others as there. Updates the weights, `m` and `v`.

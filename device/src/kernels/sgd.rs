@@ -89,7 +89,7 @@ contract! { unsafe sgd { block: crate::block::BLOCK } |k| {
 }}
 
 family! {
-    /// Runs the step of [`sgd`], on weights and a velocity that take less memory. Shapes:
+    /// Runs the step of [`sgd()`], on weights and a velocity that take less memory. Shapes:
     /// `gradients`: `[n]`, whole runs of 64 elements, `weights`, `has_bf16`, `halves`,
     /// `corrections`: see [`Masters`], `velocity`: `[n / 64, words of a run]`, see [`StateType`],
     /// the others as there. Updates the weights and `velocity`.

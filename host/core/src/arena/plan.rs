@@ -124,7 +124,7 @@ impl MemoryPlan {
         listing.kept.borrow().iter().for_each(|memory| extend(memory, uses.len()..uses.len() + 1));
         let sizes: Vec<usize> = tensors.iter().map(|tensor| tensor.memory.len()).collect();
         let offsets = pack(&sizes, &lifetimes);
-        let bytes = end(&sizes, &offsets);
+        let bytes = sizes.iter().zip(&offsets).map(|(size, offset)| offset + size).max().unwrap_or(0);
         let planned = tensors.into_iter().zip(offsets);
         let tensors = planned.map(|(tensor, offset)| Planned { listed: tensor.memory, offset }).collect();
         Self { tensors, uses, bytes, saved_bytes: scoped_bytes.saturating_sub(bytes) }
@@ -176,30 +176,10 @@ fn differs(got: String) -> Error {
     Error::misuse("capture", "a function that takes the same tensors and makes the same launches each time", got)
 }
 
-/// Returns an offset for each size, so that no two overlap whose lifetimes do. It is the tightest
-/// of three packings, which place the largest tensors first, the longest-lived, or the largest
-/// products of size and life.
+/// Returns an offset for each size, so that no two overlap whose lifetimes do.
 fn pack(sizes: &[usize], lifetimes: &[Range<usize>]) -> Vec<usize> {
-    let keys: [fn(usize, usize) -> usize; 3] =
-        [|size, _| size, |_, launches| launches, |size, launches| size.saturating_mul(launches)];
-    let packings = keys.map(|key| {
-        let mut order: Vec<usize> = (0..sizes.len()).collect();
-        order.sort_by_key(|&tensor| {
-            let Range { start, end } = lifetimes[tensor];
-            (Reverse(key(sizes[tensor], end.saturating_sub(start))), start)
-        });
-        pack_in_order(sizes, lifetimes, order)
-    });
-    packings.into_iter().min_by_key(|offsets| end(sizes, offsets)).expect("there are three packings")
-}
-
-/// Returns the end of the last tensor.
-fn end(sizes: &[usize], offsets: &[usize]) -> usize {
-    sizes.iter().zip(offsets).map(|(size, offset)| offset + size).max().unwrap_or(0)
-}
-
-/// Returns an offset for each size, the first in its order that is free.
-fn pack_in_order(sizes: &[usize], lifetimes: &[Range<usize>], order: Vec<usize>) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..sizes.len()).collect();
+    order.sort_by_key(|&tensor| (Reverse(sizes[tensor]), lifetimes[tensor].start));
     let mut offsets = vec![0; sizes.len()];
     // The tensors so far, by their offsets.
     let mut placed: Vec<usize> = Vec::new();
@@ -265,7 +245,8 @@ mod tests {
         let values = (0..launches - 1).map(|launch| (8192, launch..launch + 2));
         let (sizes, lifetimes): (Vec<_>, Vec<_>) = activations.chain(values).unzip();
         let offsets = pack(&sizes, &lifetimes);
-        assert_eq!(end(&sizes, &offsets), most_alive(&sizes, &lifetimes));
+        let end = sizes.iter().zip(offsets).map(|(size, offset)| size + offset).max().unwrap();
+        assert_eq!(end, most_alive(&sizes, &lifetimes));
     }
 
     /// A tensor that the first launch writes and the second reads, one of the second and third

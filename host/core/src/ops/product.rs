@@ -32,8 +32,11 @@ pub(super) fn product<'s, S: GemmElement<S>>(
     (a, transpose_a): (&impl Source<'s, S>, bool),
     (b, transpose_b): (&impl Source<'s, S>, bool),
 ) -> Result<Tensor<'s, S>> {
-    let (a_batch, [m, _]) = matrices(OP, a.shape(), transpose_a)?;
-    let (b_batch, [_, n]) = matrices(OP, b.shape(), transpose_b)?;
+    let (a_batch, [m, k]) = matrices(OP, a.shape(), transpose_a)?;
+    let (b_batch, [inner, n]) = matrices(OP, b.shape(), transpose_b)?;
+    if k != inner {
+        return Err(Error::misuse(OP, "equal inner extents", format!("{} and {}", a.shape(), b.shape())));
+    }
     let batch = broadcast(OP, &[Some(Shape::of(OP, &a_batch)?), Some(Shape::of(OP, &b_batch)?)])?;
     let whole = |extents: &[usize]| Shape::of(OP, &[batch.extents(), extents].concat());
     // One matrix serves every batch. Batches that repeat in another way are copied.
@@ -60,10 +63,7 @@ pub(super) fn product_into<'s, S: GemmElement<S>>(
     out: &mut impl Target<'s, S>,
 ) -> Result<()> {
     let (a_batch, [m, k]) = matrices(OP, a.shape(), transpose_a)?;
-    let (b_batch, [inner, n]) = matrices(OP, b.shape(), transpose_b)?;
-    if k != inner {
-        return Err(Error::misuse(OP, "equal inner extents", format!("{} and {}", a.shape(), b.shape())));
-    }
+    let (b_batch, [_, n]) = matrices(OP, b.shape(), transpose_b)?;
     if out.shape().elements() == 0 || k == 0 {
         return elementary::fill_into(step, out, 0.0);
     }

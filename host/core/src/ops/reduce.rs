@@ -4,8 +4,10 @@
 //! device. Scratch: a 128th of the input for [`sum_rows`] of more than 1024 rows, and a 4096th for
 //! reductions to one value.
 
+use crate::buffer::AnyBuffer;
 use crate::error::{Error, Result};
 use crate::ops;
+use crate::params::{Gradients, Parameter, ParameterEntry};
 use crate::step::Step;
 use crate::tape::{Tape, Var};
 use crate::tensor::{Shape, Source, Stored, Target, Tensor};
@@ -137,6 +139,24 @@ pub fn squared_norm<'s, S: Stored>(step: &Step<'s>, x: &impl Source<'s, S>) -> R
     let mut squares = step.empty([elements.div_ceil(CHUNK)])?;
     step.launch(reduce::squared_norm { x: x.slice(), out: squares.out() })?;
     if squares.shape().elements() == 1 { Ok(squares) } else { sum(step, &squares) }
+}
+
+impl Gradients {
+    /// Queues the sum of the squares of all gradients, or of one parameter's, `[1]`.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when they are on another device, or the handle belongs to another
+    /// parameter spec; [`Error::ArenaFull`].
+    #[track_caller]
+    pub fn squared_norm<'s>(&self, step: &Step<'s>, of: Option<Parameter>) -> Result<Tensor<'s>> {
+        let elements = self.spec().elements();
+        let range = of.map_or(Ok(0..elements), |of| self.spec().trained_entry(of).map(ParameterEntry::range))?;
+        match self.region() {
+            AnyBuffer::F32(all) => squared_norm(step, &step.lend(all, [elements])?.part(range)),
+            AnyBuffer::Bf16(all) => squared_norm(step, &step.lend(all, [elements])?.part(range)),
+            AnyBuffer::U32(_) => unreachable!("gradients are numbers"),
+        }
+    }
 }
 
 /// The sum of squares of each run of 4096 elements of `x`, written to `out`,

@@ -11,10 +11,10 @@ use super::weights::{Flat, Parameters};
 use crate::buffer::{AnyBuffer, Buffer};
 use crate::elementary;
 use crate::error::{Error, Result};
-use crate::ops;
 use crate::step::Step;
-use crate::tensor::{LentMut, Memory, Shape, Tensor};
+use crate::tensor::{LentMut, Memory, Shape, Source, Target};
 use half::bf16;
+use kernels::cast::cast_to_f32;
 use std::ops::Range;
 
 /// A model's gradients on a device. Backward adds to them, and the optimizer reads them.
@@ -168,25 +168,12 @@ impl Gradients {
         Ok(match &self.flat {
             FlatGradients::F32(flat) => MatrixWeights::Lent(step.lend(&flat.values, elements)?.part(range)),
             FlatGradients::Bf16(flat) => {
-                MatrixWeights::Converted(ops::to_f32(step, &step.lend(&flat.values, elements)?.part(range))?)
+                let stored = step.lend(&flat.values, elements)?.part(range);
+                let mut converted = step.empty(stored.shape())?;
+                step.launch(cast_to_f32 { x: stored.slice(), out: converted.out() })?;
+                MatrixWeights::Converted(converted)
             }
         })
-    }
-
-    /// Queues the sum of the squares of all gradients, or of one parameter's, `[1]`.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when they are on another device, or the handle belongs to another
-    /// parameter spec; [`Error::ArenaFull`].
-    #[track_caller]
-    pub fn squared_norm<'s>(&self, step: &Step<'s>, of: Option<Parameter>) -> Result<Tensor<'s>> {
-        let range =
-            of.map_or(Ok(0..self.spec().elements()), |of| self.spec().trained_entry(of).map(|of| of.range()))?;
-        let elements = [self.spec().elements()];
-        match &self.flat {
-            FlatGradients::F32(flat) => ops::squared_norm(step, &step.lend(&flat.values, elements)?.part(range)),
-            FlatGradients::Bf16(flat) => ops::squared_norm(step, &step.lend(&flat.values, elements)?.part(range)),
-        }
     }
 
     /// Waits, and returns one parameter's gradient.
