@@ -4,7 +4,7 @@
 use crate::support::{Random, bits, on_each_device, words};
 use std::process::Command;
 use stepscope::memory::ProcessMemory;
-use stepscope::nn::{LayerNorm, Linear};
+use stepscope::nn::{Linear, RmsNorm};
 use stepscope::ops;
 use stepscope::optim::{Sgd, UpdateArguments, UpdateRule};
 use stepscope::parameters::{AnyBuffer, GradientType, Initializer, MasterType, StateType};
@@ -107,7 +107,7 @@ on_each_device! {
 /// A model with a gain, a bias and matrices, in BF16.
 struct Small {
     hidden: Linear,
-    norm: LayerNorm,
+    norm: RmsNorm,
     head: Linear,
 }
 
@@ -129,7 +129,7 @@ impl Model<bf16> for Small {
 fn state(device: &Device, stored: impl FnOnce(ParameterSpec) -> ParameterSpec) -> TrainState<Small> {
     let mut spec = ParameterSpec::builder();
     let hidden = Linear::new(spec.at("hidden"), INPUTS, 64);
-    let model = Small { hidden, norm: LayerNorm::new(spec.at("norm"), 64), head: Linear::new(spec.at("head"), 64, 8) };
+    let model = Small { hidden, norm: RmsNorm::new(spec.at("norm"), 64), head: Linear::new(spec.at("head"), 64, 8) };
     let rule = AdamW { learning_rate: 0.01, clip: Some(1.0), ..AdamW::default() };
     TrainState::new(device, model, &stored(spec.build().unwrap()), 7, rule).unwrap()
 }
@@ -212,7 +212,7 @@ on_each_device! {
                 }).unwrap();
             }
             let TrainState { model: Small { hidden, norm, head }, gradients, .. } = &state;
-            let all = [hidden.weight, norm.gain, norm.bias, head.weight].map(|of| gradients.read(of).unwrap());
+            let all = [hidden.weight, norm.gain, head.bias.unwrap(), head.weight].map(|of| gradients.read(of).unwrap());
             (all.concat(), words(gradients.region()), gradients.region().bytes())
         };
         let round = |value: f32| bf16::from_f32(value).to_f32();
