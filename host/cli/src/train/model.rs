@@ -57,7 +57,7 @@ pub(crate) fn check_trainable(folder: &Path, files: &WeightFiles, config: &Model
     Err(bad(folder.display(), reason))
 }
 
-/// The memory in which a model's trained weights and moments are stored.
+/// The memory in which a model's trained weights, moments and gradients are stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TrainingMemory {
     /// f32, and a copy of the weights in BF16 if products read BF16.
@@ -92,7 +92,7 @@ pub(crate) struct Mode {
     /// True if each block keeps only its input and runs again in the backward pass. Also set for
     /// passes without backward, where nothing is recomputed.
     pub(crate) recompute: bool,
-    /// The memory of weights and moments.
+    /// The memory of weights, moments and gradients.
     pub(crate) memory: TrainingMemory,
     /// True if tokens attend only to their own document, which is input 2 of the batch.
     pub(crate) documents: bool,

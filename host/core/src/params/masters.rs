@@ -14,7 +14,7 @@ use crate::buffer::{AnyBuffer, Buffer, PIECE_BYTES};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::launch::launch_on;
-use crate::non_finite::all_finite;
+use crate::non_finite::are_finite;
 use crate::step::Step;
 use crate::tensor::{Element, Lent, LentMut, Memory, Shape, Source, Stored, Target};
 use cuda_std::launch::PointerMut;
@@ -296,7 +296,7 @@ impl Masters {
         for entry in self.spec().entries() {
             let mut finite = true;
             self.for_each_piece(entry.range(), &mut |piece| {
-                finite &= all_finite(bytemuck::cast_slice(piece));
+                finite &= are_finite(piece);
                 Ok(())
             })?;
             if !finite {

@@ -67,7 +67,7 @@ impl<S: Stored> Flat<S> {
     pub(super) fn first_not_finite(&self) -> Result<Option<&str>> {
         for entry in self.spec.entries() {
             for piece in self.values.pieces(entry.range()) {
-                if !piece?.iter().all(|value| value.widen().is_finite()) {
+                if !are_finite(&piece?) {
                     return Ok(Some(entry.name()));
                 }
             }
