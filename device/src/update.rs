@@ -19,8 +19,7 @@ use crate::vector::{F4, VectorPart, load};
 use cuda_std::GpuFloat;
 use half::bf16;
 
-/// The elements that share one entry of `groups`. The host starts each parameter at a multiple of
-/// this.
+/// The elements that share one entry of `groups`.
 pub const RUN: usize = 64;
 
 /// The weights that a kernel updates, and their BF16 copy if there is one.
@@ -94,6 +93,15 @@ impl StateType {
         match self {
             Self::F32 => RUN,
             Self::Bits8 => companded::RUN_WORDS,
+        }
+    }
+
+    /// The elements of which the state takes whole vectors of 16 bytes. The host starts each
+    /// parameter at a multiple of this, so that its state can be updated separately.
+    pub const fn unit(self) -> usize {
+        match self {
+            Self::F32 => RUN,
+            Self::Bits8 => 4 * RUN,
         }
     }
 

@@ -17,6 +17,7 @@ mod float_mode;
 mod frozen;
 mod nn;
 mod params;
+mod released;
 mod run_lock;
 mod small_memory;
 mod state_dict;

@@ -213,7 +213,8 @@ on_each_device! {
             }
             let TrainState { model: Small { hidden, norm, head }, gradients, .. } = &state;
             let all = [hidden.weight, norm.gain, head.bias.unwrap(), head.weight].map(|of| gradients.read(of).unwrap());
-            (all.concat(), words(gradients.region()), gradients.region().bytes())
+            let region = gradients.region().unwrap();
+            (all.concat(), words(region), region.bytes())
         };
         let round = |value: f32| bf16::from_f32(value).to_f32();
         let [(first, ..), (second, ..)] = [0, 1].map(|at| gradients_of(small, &batches[at..][..1]));
@@ -321,7 +322,7 @@ fn measured(device: &Device, spec: &ParameterSpec) -> [u64; 2] {
     let regions = parameters.regions().into_iter().chain(optimizer.state()).map(AnyBuffer::bytes).sum::<usize>();
     // The halves of split masters are among the regions.
     let copy = parameters.bf16_copy().filter(|_| spec.masters() == MasterType::F32).map_or(0, |copy| copy.len());
-    let owned = regions + copy * size_of::<bf16>() + gradients.region().bytes();
+    let owned = regions + copy * size_of::<bf16>() + gradients.region().map_or(0, AnyBuffer::bytes);
     [taken, owned as u64]
 }
 
@@ -346,6 +347,7 @@ fn bytes_of_a_weight_are_counted() {
         (MasterType::Split, StateType::F32, GradientType::F32, 3.0 + 4.0 + 8.0),
         (MasterType::Split, StateType::Bits8, GradientType::F32, 3.0 + 4.0 + 2.125),
         (MasterType::Split, StateType::Bits8, GradientType::Bf16, 3.0 + 2.0 + 2.125),
+        (MasterType::Split, StateType::Bits8, GradientType::Released, 3.0 + 2.125),
     ];
     for (masters, state, of_gradients, paper) in settings {
         let mut spec = ParameterSpec::builder();

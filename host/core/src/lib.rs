@@ -69,8 +69,9 @@ pub use indices::{IndexSource, Indices, OnDevice};
 pub use initializer::Initializer;
 pub use non_finite::NonFinite;
 pub use params::{
-    FrozenType, GradientType, Gradients, LentMasters, LentState, MasterType, MatrixWeights, Nf4Matrix, Parameter,
-    ParameterEntry, ParameterSpec, ParameterSpecBuilder, Parameters, RegionContents, StackedParameters, StateType,
+    FrozenType, GradientConsumer, GradientType, Gradients, LentMasters, LentState, MasterType, MatrixWeights,
+    Nf4Matrix, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, Parameters, RegionContents,
+    StackedParameters, StateType,
 };
 pub use preconditions::IndexBound;
 pub use ptx::{PtxBuild, PtxCompiler};

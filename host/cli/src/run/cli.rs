@@ -27,9 +27,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 
-    /// Memory of weights, moments and gradients: small stores a weight as a BF16, which products
-    /// read, and a correction of 8 bits, and each moment in 8 bits; smallest stores gradients in
-    /// BF16 too, without ranks. Each rounds differently
+    /// Memory of weights, moments and gradients, which round differently: small stores a weight as a
+    /// BF16, which products read, and a correction of 8 bits, and each moment in 8 bits; smallest
+    /// also stores gradients in BF16; released stores none, and clips each parameter by its own norm
     #[arg(long, value_enum, default_value_t = TrainingMemory::Full)]
     pub(crate) memory: TrainingMemory,
 
@@ -82,6 +82,11 @@ impl RunArgs {
             let reason = format!(
                 "{accumulate} steps are fewer than {shards} shards: give --accumulate {shards} or more, or leave it out"
             );
+            return Err(bad("--accumulate", reason));
+        }
+        if accumulate > 1 && self.memory == TrainingMemory::Released {
+            let reason = "--memory released updates each parameter in the backward pass of the only step of an update: \
+                          leave --accumulate and --shards out, or give --memory smallest";
             return Err(bad("--accumulate", reason));
         }
         Ok(accumulate)

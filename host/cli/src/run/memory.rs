@@ -4,13 +4,14 @@
 //! computes and allocates nothing, however large the model.
 
 use std::fmt;
+use std::ops::Range;
 
 use stepscope::memory::HostMemory;
-use stepscope::parameters::{FrozenType, GradientType, MasterType};
-use stepscope::tensor::Element;
+use stepscope::parameters::{FrozenType, GradientConsumer, GradientType, LentMasters, MasterType};
+use stepscope::tensor::{Element, Lent};
 use stepscope::{
-    AdamW, Arena, Capacity, Device, HostBatch, HostInputs, Model, ParameterSpec, Parameters, Result, Tape, TrainState,
-    bf16, ops,
+    AdamW, Arena, Capacity, Device, HostBatch, HostInputs, Model, ParameterSpec, Parameters, Result, Step, Tape,
+    TrainState, bf16, ops,
 };
 
 use crate::program::ranks::Rank;
@@ -65,7 +66,7 @@ impl RunMemory {
         };
         let (_, spec) = model()?;
         let converted = match spec.gradients() {
-            GradientType::F32 => 0,
+            GradientType::F32 | GradientType::Released => 0,
             GradientType::Bf16 => GradientType::CONVERTED.min(spec.elements()) * size_of::<f32>(),
         };
         let steps = needs(&largest.inputs()?, true)? + converted + needs(&evaluated.inputs()?, false)? + ROOM;
@@ -186,7 +187,20 @@ fn run<S: ops::Cast, M: Model<S>>(
     let tape = if train { tape.with_generator(&generator) } else { tape.evaluating() };
     let hidden = state.model.forward(&tape, &batch)?;
     let loss = state.model.loss(&tape, &hidden, &batch)?;
-    if train { tape.backward_overwrite(&loss, &mut state.gradients) } else { Ok(()) }
+    match state.parameters.spec().gradients() {
+        _ if !train => Ok(()),
+        GradientType::Released => tape.backward_consumed(&loss, &mut Freed),
+        GradientType::F32 | GradientType::Bf16 => tape.backward_overwrite(&loss, &mut state.gradients),
+    }
+}
+
+/// Gradients that are freed without an update.
+struct Freed;
+
+impl GradientConsumer for Freed {
+    fn consume<'s>(&mut self, _: &Step<'s>, _: Range<usize>, _: LentMasters<'_, 's>, _: Lent<'_, 's>) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Returns the bytes that persist across steps: weights, gradients, two moments, and the BF16 copy.

@@ -67,6 +67,8 @@ pub(crate) enum TrainingMemory {
     Small,
     /// Small memory, and gradients in BF16, on one GPU.
     Smallest,
+    /// Small memory, and gradients that are not stored, on one GPU with one step for each update.
+    Released,
 }
 
 impl TrainingMemory {
@@ -76,6 +78,7 @@ impl TrainingMemory {
             Self::Full => spec,
             Self::Small => spec.with_masters(MasterType::Split).with_state(StateType::Bits8),
             Self::Smallest => Self::Small.of(spec).with_gradients(GradientType::Bf16),
+            Self::Released => Self::Small.of(spec).with_gradients(GradientType::Released),
         }
     }
 

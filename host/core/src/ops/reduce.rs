@@ -151,7 +151,7 @@ impl Gradients {
     pub fn squared_norm<'s>(&self, step: &Step<'s>, of: Option<Parameter>) -> Result<Tensor<'s>> {
         let elements = self.spec().elements();
         let range = of.map_or(Ok(0..elements), |of| self.spec().trained_entry(of).map(ParameterEntry::range))?;
-        match self.region() {
+        match self.region()? {
             AnyBuffer::F32(all) => squared_norm(step, &step.lend(all, [elements])?.part(range)),
             AnyBuffer::Bf16(all) => squared_norm(step, &step.lend(all, [elements])?.part(range)),
             AnyBuffer::U32(_) => unreachable!("gradients are numbers"),

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+use super::masters::LentMasters;
 use super::matrix::MatrixWeights;
 use super::spec::{GradientType, Parameter, ParameterSpec, StackedParameters};
 use super::weights::{Flat, Parameters};
@@ -12,7 +13,7 @@ use crate::buffer::{AnyBuffer, Buffer};
 use crate::elementary;
 use crate::error::{Error, Result};
 use crate::step::Step;
-use crate::tensor::{LentMut, Memory, Shape, Source, Target};
+use crate::tensor::{Lent, LentMut, Memory, Shape, Source, Target};
 use half::bf16;
 use kernels::cast::cast_to_f32;
 use std::ops::Range;
@@ -28,6 +29,7 @@ pub struct Gradients {
 enum FlatGradients {
     F32(Flat),
     Bf16(Flat<bf16>),
+    Released(ParameterSpec),
 }
 
 impl Gradients {
@@ -41,6 +43,7 @@ impl Gradients {
         let flat = match spec.gradients() {
             GradientType::F32 => FlatGradients::F32(Flat { values: Buffer::zeros(device, elements)?, spec }),
             GradientType::Bf16 => FlatGradients::Bf16(Flat { values: Buffer::zeros(device, elements)?, spec }),
+            GradientType::Released => FlatGradients::Released(spec),
         };
         Ok(Self { flat })
     }
@@ -50,6 +53,7 @@ impl Gradients {
         match &self.flat {
             FlatGradients::F32(flat) => flat.first_not_finite(),
             FlatGradients::Bf16(flat) => flat.first_not_finite(),
+            FlatGradients::Released(_) => Ok(None),
         }
     }
 
@@ -58,6 +62,7 @@ impl Gradients {
         match &self.flat {
             FlatGradients::F32(flat) => &flat.spec,
             FlatGradients::Bf16(flat) => &flat.spec,
+            FlatGradients::Released(spec) => spec,
         }
     }
 
@@ -74,6 +79,7 @@ impl Gradients {
             FlatGradients::Bf16(flat) => {
                 elementary::fill_into(step, &mut step.lend_mut(&mut flat.values, elements)?, 0.0)
             }
+            FlatGradients::Released(_) => Ok(()),
         }
     }
 
@@ -81,9 +87,9 @@ impl Gradients {
     fn in_f32(&self) -> Result<&Flat> {
         match &self.flat {
             FlatGradients::F32(flat) => Ok(flat),
-            FlatGradients::Bf16(_) => {
+            _ => {
                 let expected = "gradients in f32: leave out `ParameterSpec::with_gradients`";
-                Err(Error::misuse("gradients", expected, "gradients in BF16"))
+                Err(Error::misuse("gradients", expected, format!("{:?}", self.spec().gradients())))
             }
         }
     }
@@ -118,11 +124,7 @@ impl Gradients {
         step: &Step<'_>,
         parameters: [Parameter; N],
     ) -> Result<GradientParts> {
-        for (at, parameter) in parameters.iter().enumerate() {
-            if parameters[..at].contains(parameter) {
-                return Err(Error::misuse("gradients", "different parameters", "the same parameter twice"));
-            }
-        }
+        check_distinct(&parameters)?;
         // Different parameters of one spec do not overlap.
         let parameters = parameters.iter();
         Ok(match &self.flat {
@@ -132,6 +134,7 @@ impl Gradients {
             FlatGradients::Bf16(flat) => {
                 GradientParts::Bf16(parameters.map(|&of| flat.part(step, of, true)).collect::<Result<_>>()?)
             }
+            FlatGradients::Released(_) => return Err(released()),
         })
     }
 
@@ -144,6 +147,7 @@ impl Gradients {
         Ok(match &self.flat {
             FlatGradients::F32(flat) => GradientParts::F32(vec![flat.stack(step, stack, true)?]),
             FlatGradients::Bf16(flat) => GradientParts::Bf16(vec![flat.stack(step, stack, true)?]),
+            FlatGradients::Released(_) => return Err(released()),
         })
     }
 
@@ -152,6 +156,7 @@ impl Gradients {
         match &self.flat {
             FlatGradients::F32(flat) => step.borrow(&flat.values, true),
             FlatGradients::Bf16(flat) => step.borrow(&flat.values, true),
+            FlatGradients::Released(_) => Err(released()),
         }
     }
 
@@ -173,6 +178,7 @@ impl Gradients {
                 step.launch(cast_to_f32 { x: stored.slice(), out: converted.out() })?;
                 MatrixWeights::Converted(converted)
             }
+            FlatGradients::Released(_) => return Err(released()),
         })
     }
 
@@ -184,6 +190,7 @@ impl Gradients {
         match &self.flat {
             FlatGradients::F32(flat) => flat.read(parameter),
             FlatGradients::Bf16(flat) => Ok(flat.read(parameter)?.into_iter().map(bf16::to_f32).collect()),
+            FlatGradients::Released(_) => Err(released()),
         }
     }
 
@@ -192,6 +199,7 @@ impl Gradients {
         match &self.flat {
             FlatGradients::F32(flat) => flat.values.read(),
             FlatGradients::Bf16(flat) => Ok(flat.values.read()?.into_iter().map(bf16::to_f32).collect()),
+            FlatGradients::Released(_) => Err(released()),
         }
     }
 
@@ -204,16 +212,68 @@ impl Gradients {
     }
 
     /// The region in which the gradients are stored.
-    pub fn region(&self) -> AnyBuffer<'_> {
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for [`GradientType::Released`].
+    pub fn region(&self) -> Result<AnyBuffer<'_>> {
         match &self.flat {
-            FlatGradients::F32(flat) => AnyBuffer::F32(&flat.values),
-            FlatGradients::Bf16(flat) => AnyBuffer::Bf16(&flat.values),
+            FlatGradients::F32(flat) => Ok(AnyBuffer::F32(&flat.values)),
+            FlatGradients::Bf16(flat) => Ok(AnyBuffer::Bf16(&flat.values)),
+            FlatGradients::Released(_) => Err(released()),
         }
     }
 }
 
-/// The memory of gradients that a step writes.
+/// The places of gradients that a step writes.
 pub(crate) enum GradientParts {
     F32(Vec<(Memory<f32>, Shape)>),
     Bf16(Vec<(Memory<bf16>, Shape)>),
+    /// Elements of the flat region that have no memory.
+    Unstored(Vec<(Range<usize>, Shape)>),
+}
+
+impl GradientParts {
+    /// Returns the places of several parameters' gradients that are not stored.
+    pub(crate) fn unstored<const N: usize>(spec: &ParameterSpec, parameters: [Parameter; N]) -> Result<Self> {
+        check_distinct(&parameters)?;
+        let place = |of| spec.trained_entry(of).map(|entry| (entry.range(), entry.shape()));
+        Ok(Self::Unstored(parameters.map(place).into_iter().collect::<Result<_>>()?))
+    }
+
+    /// Returns the place of a stack's gradients that are not stored.
+    pub(crate) fn unstored_stack(spec: &ParameterSpec, stack: &StackedParameters) -> Result<Self> {
+        let span = spec.trained_span(stack)?;
+        let shape = [span.len()].into();
+        Ok(Self::Unstored(vec![(span, shape)]))
+    }
+}
+
+fn released() -> Error {
+    let expected = "gradients that are stored: leave out `GradientType::Released`, or use `Tape::backward_consumed`";
+    Error::misuse("gradients", expected, "released gradients")
+}
+
+fn check_distinct(parameters: &[Parameter]) -> Result<()> {
+    let is_second = |(at, parameter): (usize, &Parameter)| parameters[..at].contains(parameter);
+    if parameters.iter().enumerate().any(is_second) {
+        return Err(Error::misuse("gradients", "different parameters", "the same parameter twice"));
+    }
+    Ok(())
+}
+
+/// Receives gradients that are not stored, each as soon as it is final; see
+/// [`Tape::backward_consumed`](crate::Tape::backward_consumed).
+pub trait GradientConsumer {
+    /// Receives the gradient of these elements of the flat region, which are whole runs of 64, and
+    /// their weights. Nothing in the pass reads these weights any more.
+    ///
+    /// # Errors
+    /// Any error ends the pass.
+    fn consume<'s>(
+        &mut self,
+        step: &Step<'s>,
+        elements: Range<usize>,
+        weights: LentMasters<'_, 's>,
+        gradient: Lent<'_, 's>,
+    ) -> Result<()>;
 }

@@ -350,17 +350,22 @@ impl Masters {
 
     /// Lends all weights to kernels of a step that write them.
     pub(super) fn lend_mut<'b, 's>(&'b mut self, step: &Step<'s>) -> Result<LentMasters<'b, 's>> {
-        let elements = [self.spec().elements()];
+        self.lend_to_pass(step)
+    }
+
+    /// Lends all weights to a backward pass, which lets those be written that it no longer reads.
+    pub(super) fn lend_to_pass<'b, 's>(&'b self, step: &Step<'s>) -> Result<LentMasters<'b, 's>> {
+        fn lend<'b, 's, T: Element>(step: &Step<'s>, buffer: &'b Buffer<T>) -> Result<LentMut<'b, 's, T>> {
+            step.borrow(buffer, true)?;
+            Ok(LentMut::new(buffer.memory(), [buffer.len()].into()))
+        }
         match self {
             Self::F32 { weights, copy } => {
-                let weights = step.lend_mut(&mut weights.values, elements)?;
-                let copy = copy.as_mut().map(|copy| step.lend_mut(&mut copy.values, elements)).transpose()?;
-                Ok(LentMasters::F32 { weights, copy })
+                let copy = copy.as_ref().map(|copy| lend(step, &copy.values)).transpose()?;
+                Ok(LentMasters::F32 { weights: lend(step, &weights.values)?, copy })
             }
             Self::Split { halves, corrections } => {
-                let words = [corrections.len()];
-                let halves = step.lend_mut(&mut halves.values, elements)?;
-                Ok(LentMasters::Split { halves, corrections: step.lend_mut(corrections, words)? })
+                Ok(LentMasters::Split { halves: lend(step, &halves.values)?, corrections: lend(step, corrections)? })
             }
         }
     }

@@ -13,7 +13,7 @@ mod weights;
 
 pub use contents::RegionContents;
 pub(crate) use gradients::GradientParts;
-pub use gradients::Gradients;
+pub use gradients::{GradientConsumer, Gradients};
 pub(crate) use masters::MasterArguments;
 pub use masters::{LentMasters, LentState};
 pub use matrix::MatrixWeights;

@@ -1,10 +1,11 @@
 //! The parameters of a flat region, and their places in it.
 //!
-//! Invariant: each parameter begins at a multiple of 256 bytes, after the one before it.
+//! Invariant: each parameter begins at a multiple of 256 bytes, after the one before it. A trained
+//! one also begins at a multiple of its state's [`StateType::unit`].
 
 #![forbid(unsafe_code)]
 
-use super::spec::{FrozenType, ParameterEntry};
+use super::spec::{FrozenType, ParameterEntry, StateType};
 use crate::arena::ALIGN_BYTES;
 use std::ops::Range;
 
@@ -28,9 +29,23 @@ impl Region {
         Self { entries: Vec::new(), elements: 0 }
     }
 
+    /// Returns the region of trained parameters for a state of this type.
+    pub(super) fn placed(self, state: StateType) -> Self {
+        let mut placed = Self::new();
+        self.entries.into_iter().for_each(|entry| placed.push_at(entry, state.unit()));
+        // A region has at least one element.
+        placed.elements = placed.elements.max(state.unit());
+        placed
+    }
+
     /// Adds a parameter after the others.
-    pub(super) fn push(&mut self, mut entry: ParameterEntry) {
-        let (start, unit) = (self.elements, ALIGN_BYTES / entry.element_bytes());
+    pub(super) fn push(&mut self, entry: ParameterEntry) {
+        let unit = ALIGN_BYTES / entry.element_bytes();
+        self.push_at(entry, unit);
+    }
+
+    fn push_at(&mut self, mut entry: ParameterEntry, unit: usize) {
+        let start = self.elements;
         // The builder has checked that all parameters together fit in memory.
         self.elements = (start + entry.stored_elements()).next_multiple_of(unit);
         entry.start = start;

@@ -73,6 +73,9 @@ pub enum GradientType {
     /// BF16, 2 bytes for each weight. An op computes or adds its gradient in f32, and the sum is
     /// rounded to nearest, ties to even, when the op ends.
     Bf16,
+    /// Not stored. A parameter is updated in the backward pass, as soon as its gradient is final,
+    /// and the gradient's memory is used again; see [`Tape::backward_consumed`](crate::Tape::backward_consumed).
+    Released,
 }
 
 impl GradientType {
@@ -238,7 +241,8 @@ impl ParameterSpec {
     /// and each part of the state.
     #[must_use]
     pub fn with_state(self, state: StateType) -> Self {
-        Self { shared: Arc::new(Shared { state, ..Arc::unwrap_or_clone(self.shared) }) }
+        let shared = Arc::unwrap_or_clone(self.shared);
+        Self { shared: Arc::new(Shared { state, trained: shared.trained.placed(state), ..shared }) }
     }
 
     /// Sets the type in which gradients are stored. The default is [`GradientType::F32`]. A group
@@ -390,6 +394,7 @@ impl ParameterSpec {
         let each = match self.gradients() {
             GradientType::F32 => size_of::<f32>(),
             GradientType::Bf16 => size_of::<bf16>(),
+            GradientType::Released => 0,
         };
         (each * self.elements()) as u64
     }
@@ -422,6 +427,23 @@ impl ParameterSpec {
         let head = self.head(stack)?;
         let last = stack.members.last().map_or(Ok(head), |last| self.entry(*last))?;
         Ok((head.start..last.range().end, head.frozen))
+    }
+
+    /// The range of a stack of trained parameters; see [`ParameterSpec::span`].
+    pub(super) fn trained_span(&self, stack: &StackedParameters) -> Result<Range<usize>> {
+        let (span, frozen) = self.span(stack)?;
+        if frozen.is_some() {
+            let got = format!("`{}`, which is frozen", short(self.head(stack)?.name()));
+            return Err(Error::misuse("stack", "trained parameters, which have gradients", got));
+        }
+        Ok(span)
+    }
+
+    /// The indices of the trained parameters of which elements lie in a range of the flat region.
+    pub(crate) fn indices(&self, range: &Range<usize>) -> Range<usize> {
+        let entries = self.entries();
+        let first = entries.partition_point(|entry| entry.range().end <= range.start);
+        first..entries.partition_point(|entry| entry.start < range.end)
     }
 
     /// The first member.

@@ -50,11 +50,7 @@ impl<S: Stored> Flat<S> {
         written: bool,
     ) -> Result<(Memory<S>, Shape)> {
         step.borrow(&self.values, written)?;
-        let (span, frozen) = self.spec.span(stack)?;
-        if frozen.is_some() {
-            let got = format!("`{}`, which is frozen", short(self.spec.head(stack)?.name()));
-            return Err(Error::misuse("stack", "trained parameters, which have gradients", got));
-        }
+        let span = self.spec.trained_span(stack)?;
         Ok((self.values.memory().part(span.start, span.len()), [span.len()].into()))
     }
 
@@ -410,6 +406,12 @@ impl Parameters {
     /// [`Error::Misuse`] when they are on another device.
     pub fn lend_masters<'b, 's>(&'b mut self, step: &Step<'s>) -> Result<LentMasters<'b, 's>> {
         self.masters.lend_mut(step)
+    }
+
+    /// Lends all trained weights to a backward pass, which lets those be written that it no longer
+    /// reads.
+    pub(crate) fn lend_to_pass<'b, 's>(&'b self, step: &Step<'s>) -> Result<LentMasters<'b, 's>> {
+        self.masters.lend_to_pass(step)
     }
 
     /// Queues the rounding of all weights to their copy, if there is one.

@@ -6,14 +6,18 @@
 
 use super::var::{Var, check};
 use crate::elementary;
-use crate::error::{Error, Result};
-use crate::params::{GradientParts, Gradients, MatrixWeights, Parameter, Parameters, StackedParameters};
+use crate::error::{Error, Result, short};
+use crate::params::{
+    GradientConsumer, GradientParts, Gradients, MatrixWeights, Parameter, Parameters, StackedParameters,
+};
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, LentMut, Memory, Shape, Source, Stored, Target, Tensor};
 use cuda_std::float_mode;
 use half::bf16;
 use kernels::cast::{cast_to_bf16, cast_to_f32};
+use kernels::update::RUN;
 use std::fmt;
+use std::ops::Range;
 use std::panic::Location;
 
 /// The gradient of an output.
@@ -62,6 +66,30 @@ pub(super) struct Record<'t, 's> {
     pub(super) backward: Closure<'t, 's>,
 }
 
+/// The place of the parameters' gradients.
+pub(super) enum Destination<'b> {
+    Stored(&'b mut Gradients),
+    /// No gradient is stored. Each is consumed when it is final.
+    Consumed(&'b mut dyn GradientConsumer),
+}
+
+/// The uses of trained parameters by records that have yet to run.
+struct Uses {
+    /// For each parameter, a number that is at most that of the first record that uses it.
+    first: Vec<usize>,
+    /// True for each parameter that a record of an enclosing tape uses, which has yet to run.
+    outside: Vec<bool>,
+    /// The records from this number on have run.
+    from: usize,
+}
+
+impl Uses {
+    /// True if no record uses the parameter of this index that has yet to run.
+    fn are_over(&self, index: usize) -> bool {
+        !self.outside[index] && self.first[index] >= self.from
+    }
+}
+
 /// The backward pass in progress, as the running op's closure receives it. The closure gives it the
 /// gradients of the op's inputs and parameters.
 pub struct Backward<'b, 't, 's> {
@@ -71,7 +99,10 @@ pub struct Backward<'b, 't, 's> {
     tape: u64,
     /// The name of the running op.
     op: &'static str,
-    gradients: &'b mut Gradients,
+    gradients: Destination<'b>,
+    uses: Uses,
+    /// Gradients that are not final and not stored, with their elements of the flat region.
+    held: Vec<(Range<usize>, Tensor<'s>)>,
     /// Gradients in f32 of which BF16 is stored, and where. They are rounded when the op ends.
     unrounded: Vec<(Memory<bf16>, Tensor<'s>)>,
     /// True for each parameter whose gradient is valid. Otherwise the next contribution overwrites
@@ -94,7 +125,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         step: &'t Step<'s>,
         parameters: &'t Parameters,
         tape: u64,
-        gradients: &'b mut Gradients,
+        gradients: Destination<'b>,
+        first_uses: Vec<usize>,
         written: Vec<bool>,
         outputs: usize,
     ) -> Self {
@@ -105,6 +137,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
             tape,
             op: "backward",
             gradients,
+            uses: Uses { outside: vec![false; first_uses.len()], first: first_uses, from: usize::MAX },
+            held: Vec::new(),
             unrounded: Vec::new(),
             written,
             pending,
@@ -119,8 +153,21 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         }
     }
 
+    /// Runs records in reverse.
+    pub(super) fn run_all(&mut self, records: Vec<Record<'t, 's>>) -> Result<()> {
+        let mut records = records.into_iter().rev().peekable();
+        while let Some(record) = records.next() {
+            // What nested records consume, this record and those before it do not use.
+            self.uses.from = record.first;
+            self.run(record)?;
+            self.uses.from = records.peek().map_or(0, |next| next.first + 1);
+            self.consume()?;
+        }
+        Ok(())
+    }
+
     /// Runs the last op that has not run, if the loss depends on it.
-    pub(super) fn run(&mut self, record: Record<'t, 's>) -> Result<()> {
+    fn run(&mut self, record: Record<'t, 's>) -> Result<()> {
         let Record { op, site, first, backward, .. } = record;
         let upstream = self.pending.split_off(first);
         if upstream.iter().all(|upstream| matches!(upstream, Upstream::Nothing)) {
@@ -147,18 +194,32 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         step: &'x Step<'i>,
         tape: u64,
         pending: Vec<Upstream<'i>>,
-        records: Vec<Record<'x, 'i>>,
+        (records, first_uses): (Vec<Record<'x, 'i>>, Vec<usize>),
     ) -> Result<Vec<Upstream<'i>>>
     where
         't: 'x,
     {
         let (written, unrounded, taken) = (std::mem::take(&mut self.written), Vec::new(), Vec::new());
-        let (parameters, op, gradients) = (self.parameters, self.op, &mut *self.gradients);
-        let mut inner = Backward { step, parameters, tape, op, gradients, unrounded, written, pending, taken };
-        records.into_iter().rev().try_for_each(|record| inner.run(record))?;
-        let Backward { written, pending, .. } = inner;
+        let (parameters, op, held) = (self.parameters, self.op, Vec::new());
+        let outside = (0..first_uses.len()).map(|index| !self.uses.are_over(index)).collect();
+        let uses = Uses { first: first_uses, outside, from: usize::MAX };
+        let gradients = match &mut self.gradients {
+            Destination::Stored(gradients) => Destination::Stored(gradients),
+            Destination::Consumed(consumer) => Destination::Consumed(&mut **consumer),
+        };
+        let mut inner =
+            Backward { step, parameters, tape, op, gradients, uses, held, unrounded, written, pending, taken };
+        inner.run_all(records)?;
+        let Backward { written, pending, held, .. } = inner;
         self.written = written;
-        Ok(pending)
+        match held.first() {
+            None => Ok(pending),
+            Some((range, _)) => {
+                let name = short(parameters.spec().entries()[parameters.spec().indices(range).start].name());
+                let expected = "parameters of one recomputed part each, because their gradients are not stored";
+                Err(Error::misuse(op, expected, format!("`{name}`, which is used outside of the part too")))
+            }
+        }
     }
 
     /// Zeroes the gradients that received no contribution.
@@ -167,9 +228,53 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         for parameter in spec.trained_parameters() {
             if !self.written[spec.index(parameter)?] {
                 self.gradient(parameter)?;
+                self.round()?;
+                self.consume()?;
             }
         }
-        self.round()
+        Ok(())
+    }
+
+    /// Passes the gradients on that are final and not stored.
+    fn consume(&mut self) -> Result<()> {
+        let Destination::Consumed(consumer) = &mut self.gradients else { return Ok(()) };
+        let (spec, step) = (self.parameters.spec(), self.step);
+        for (range, gradient) in std::mem::take(&mut self.held) {
+            if spec.indices(&range).all(|index| self.uses.are_over(index)) {
+                let weights = self.parameters.lend_to_pass(step)?.part(range.clone());
+                let lent = Lent::new(gradient.memory(), gradient.shape());
+                consumer.consume(step, range, weights, lent)?;
+                step.free(gradient);
+            } else {
+                self.held.push((range, gradient));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns memory of the step for gradients that are not stored: that which is held, or zeros
+    /// in the padding.
+    fn hold(&mut self, elements: Range<usize>, written: bool) -> Result<Memory<f32>> {
+        let range = elements.start..elements.end.next_multiple_of(RUN);
+        let (step, elements) = (self.step, elements.len());
+        let overlaps = |held: &&(Range<usize>, Tensor<'s>)| held.0.start < range.end && range.start < held.0.end;
+        match self.held.iter().find(overlaps) {
+            Some((held, gradient)) if *held == range => return Ok(gradient.memory().part(0, elements)),
+            None if !written => {}
+            _ => {
+                let name = short(self.parameters.spec().entries()[self.parameters.spec().indices(&range).start].name());
+                let expected = "gradients of which each is added to by all ops before it is final, in the same parts";
+                return Err(Error::misuse(self.op, expected, format!("another gradient of `{name}`")));
+            }
+        }
+        let mut gradient = step.empty([range.len()])?;
+        // A stack has padding between its members too.
+        if range.len() > elements || self.parameters.spec().indices(&range).len() > 1 {
+            elementary::fill_into(step, &mut gradient, 0.0)?;
+        }
+        let memory = gradient.memory().part(0, elements);
+        self.held.push((range, gradient));
+        Ok(memory)
     }
 
     /// Rounds the gradients that have been lent in f32 to BF16, which is stored.
@@ -189,6 +294,10 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         self.round()?;
         let parts = match parts {
             GradientParts::F32(parts) => parts,
+            GradientParts::Unstored(parts) => {
+                let hold = |((range, shape), &written)| self.hold(range, written).map(|memory| (memory, shape));
+                parts.into_iter().zip(written).map(hold).collect::<Result<_>>()?
+            }
             GradientParts::Bf16(parts) => {
                 let step = self.step;
                 let mut in_f32 = |((stored, shape), &written): ((Memory<bf16>, Shape), &bool)| {
@@ -348,7 +457,11 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         let spec = self.parameters.spec();
         let places = parameters.iter().map(|&parameter| spec.index(parameter)).collect::<Result<Vec<_>>>();
         let places = places.map_err(|error| error.in_op(op))?;
-        let parts = self.gradients.parts(self.step, parameters).map_err(|error| error.in_op(op))?;
+        let parts = match &mut self.gradients {
+            Destination::Stored(gradients) => gradients.parts(self.step, parameters),
+            Destination::Consumed(_) => GradientParts::unstored(spec, parameters),
+        };
+        let parts = parts.map_err(|error| error.in_op(op))?;
         let mut places = places.into_iter();
         let mut write =
             || std::mem::replace(&mut self.written[places.next().expect("there is a place for each output")], true);
@@ -373,9 +486,12 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
             }
             self.written[place] = true;
         }
-        let part = self.gradients.stack_part(self.step, stack).map_err(|error| error.in_op(op))?;
-        // The padding between members is loaded too.
-        let gradient = self.lend(part, &[true])?.remove(0);
+        let (part, loads) = match &mut self.gradients {
+            // The padding between members is loaded too.
+            Destination::Stored(gradients) => (gradients.stack_part(self.step, stack), true),
+            Destination::Consumed(_) => (GradientParts::unstored_stack(spec, stack), written),
+        };
+        let gradient = self.lend(part.map_err(|error| error.in_op(op))?, &[loads])?.remove(0);
         Ok((gradient, written))
     }
 

@@ -8,7 +8,7 @@ use super::record::Tape;
 use super::var::{AnyVar, Dependence, Var, check};
 use crate::elementary;
 use crate::error::{Error, Result};
-use crate::params::{FrozenType, MatrixWeights, Parameter, ParameterEntry, StackedParameters};
+use crate::params::{FrozenType, MatrixWeights, Parameter, StackedParameters};
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, Saved, Shape, Stored, Tensor};
 use cuda_std::float_mode;
@@ -69,7 +69,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// [`Error::Misuse`] when there is no copy.
     pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
         let lent = self.tape.parameters.lend_as(self.tape.step, parameter).map_err(|error| error.in_op(self.name))?;
-        self.depend_on(self.tape.parameters.spec().entry(parameter)?);
+        self.depend_on(&[parameter])?;
         Ok(lent)
     }
 
@@ -82,7 +82,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     #[track_caller]
     pub fn matrix<S: Stored>(&self, parameter: Parameter) -> Result<MatrixWeights<'t, 's, S>> {
         let matrix = self.tape.parameters.matrix(self.tape.step, parameter).map_err(|error| error.in_op(self.name))?;
-        self.depend_on(self.tape.parameters.spec().entry(parameter)?);
+        self.depend_on(&[parameter])?;
         Ok(matrix)
     }
 
@@ -101,14 +101,22 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// [`Error::Misuse`] when there is no copy.
     pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'t, 's, S>> {
         let lent = self.tape.parameters.lend_stack_as(self.tape.step, stack).map_err(|error| error.in_op(self.name))?;
-        self.depend_on(self.tape.parameters.spec().head(stack)?);
+        self.depend_on(stack.members())?;
         Ok(lent)
     }
 
-    /// Notes that the result depends on a parameter.
-    fn depend_on(&self, entry: &ParameterEntry) {
-        let by = if entry.frozen().is_some() { Dependence::Constant } else { Dependence::Trained };
-        self.dependence.set(self.dependence.get().max(by));
+    /// Notes that the result depends on parameters, all trained or all frozen.
+    fn depend_on(&self, parameters: &[Parameter]) -> Result<()> {
+        let spec = self.tape.parameters.spec();
+        for &parameter in parameters {
+            let is_trained = spec.entry(parameter)?.frozen().is_none();
+            if is_trained {
+                self.tape.note_use(spec.index(parameter)?);
+            }
+            let by = if is_trained { Dependence::Trained } else { Dependence::Constant };
+            self.dependence.set(self.dependence.get().max(by));
+        }
+        Ok(())
     }
 
     /// The extents of a parameter.

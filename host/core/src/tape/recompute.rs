@@ -90,6 +90,7 @@ impl<'t, 's> Tape<'t, 's> {
         let (results, trace, numerics) = self.step.aside(|step, exit| {
             let tape = block.around.tape(step);
             let (results, inputs) = block.run(&tape)?;
+            self.note_uses_of(&tape);
             let trace = Trace::of(&tape, &results);
             let outer = exit.leave();
             let before = outer.region().attribute(Some(site));
@@ -182,7 +183,7 @@ impl<'t, 's, K: RecomputeInput<'s>, F> Block<'t, 's, K, F> {
             step.set_numerics(around.numerics());
 
             let identity = tape.identity;
-            let (records, outputs) = tape.into_records();
+            let (records, outputs, first_uses) = tape.into_records();
             let mut pending: Vec<_> = (0..outputs).map(|_| Upstream::Nothing).collect();
             // Tensors of the enclosing step, which the inner pass uses exclusively until it ends.
             let mut given: Vec<AnyTensor<'s>> = Vec::new();
@@ -200,7 +201,7 @@ impl<'t, 's, K: RecomputeInput<'s>, F> Block<'t, 's, K, F> {
             for (&number, upstream) in first.made.iter().zip(upstream) {
                 pending[number] = give(upstream);
             }
-            let pending = back.run_within(step, identity, pending, records)?;
+            let pending = back.run_within(step, identity, pending, (records, first_uses))?;
 
             step.region().attribute(site);
             let outer = exit.leave();

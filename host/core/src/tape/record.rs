@@ -5,12 +5,12 @@
 
 #![forbid(unsafe_code)]
 
-use super::backward::{Backward, Record};
+use super::backward::{Backward, Destination, Record};
 use super::open::OpenTape;
 use super::var::{Var, check};
 use crate::error::{Error, Result};
 use crate::generator::{Draws, Generator};
-use crate::params::{Gradients, Parameters};
+use crate::params::{GradientConsumer, Gradients, ParameterSpec, Parameters};
 use crate::report::Phase;
 use crate::step::Step;
 use crate::tensor::{Saved, Shape, Stored};
@@ -19,6 +19,8 @@ use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::span::EnteredSpan;
+
+const OP: &str = "backward";
 
 /// The source of dropout's random numbers.
 #[derive(Clone, Copy)]
@@ -37,6 +39,8 @@ pub struct Tape<'t, 's> {
     /// The records of this tape's own ops. Those of its variables are in `open`.
     records: RefCell<Vec<Record<'t, 's>>>,
     pub(super) open: OpenTape,
+    /// For each trained parameter, a number that is at most that of the first record that uses it.
+    uses: RefCell<Vec<usize>>,
     randomness: Randomness<'t>,
     /// The generator's numbers for this step, once requested.
     pub(super) draws: OnceCell<Draws<'s>>,
@@ -83,7 +87,8 @@ impl<'t, 's> Tape<'t, 's> {
         static TAPES: AtomicU64 = AtomicU64::new(0);
         let identity = TAPES.fetch_add(1, Ordering::Relaxed);
         let (records, draws, open) = (RefCell::default(), OnceCell::new(), OpenTape::new(identity, step));
-        Self { step, parameters, identity, records, open, randomness, draws, share: 1.0, forward: None }
+        let uses = RefCell::new(vec![usize::MAX; parameters.spec().entries().len()]);
+        Self { step, parameters, identity, records, open, uses, randomness, draws, share: 1.0, forward: None }
     }
 
     /// Makes dropout draw from this generator, as a training pass needs. The first dropout or
@@ -152,6 +157,11 @@ impl<'t, 's> Tape<'t, 's> {
         Ok(TapeContext { parameters, identity, randomness, draws })
     }
 
+    /// The parameter spec of the weights.
+    pub fn spec(&self) -> &'t ParameterSpec {
+        self.parameters.spec()
+    }
+
     /// The step that the tape records.
     pub fn step(&self) -> &'t Step<'s> {
         self.step
@@ -174,6 +184,18 @@ impl<'t, 's> Tape<'t, 's> {
         first
     }
 
+    /// Notes that the next record, or a later one, uses a trained parameter of this index.
+    pub(super) fn note_use(&self, index: usize) {
+        let used = &mut self.uses.borrow_mut()[index];
+        *used = self.open.outputs().min(*used);
+    }
+
+    /// Notes the parameters that a nested tape uses, which the next record runs again.
+    pub(super) fn note_uses_of(&self, nested: &Tape<'_, '_>) {
+        let used = nested.uses.borrow();
+        used.iter().enumerate().filter(|(_, first)| **first < usize::MAX).for_each(|(index, _)| self.note_use(index));
+    }
+
     /// The name of each recorded op, and the number and shape of its first output, in order.
     pub(super) fn recorded(&self) -> Vec<(&'static str, usize, Shape)> {
         let mut all: Vec<_> =
@@ -183,14 +205,15 @@ impl<'t, 's> Tape<'t, 's> {
         all
     }
 
-    /// Returns the records in order, and the number of their outputs. That includes the variables
-    /// lent to a nested tape, which belong to no record and come first.
-    pub(super) fn into_records(self) -> (Vec<Record<'t, 's>>, usize) {
+    /// Returns the records in order, the number of their outputs, and for each trained parameter a
+    /// number that is at most that of the first record that uses it. The outputs include the
+    /// variables lent to a nested tape, which belong to no record and come first.
+    pub(super) fn into_records(self) -> (Vec<Record<'t, 's>>, usize, Vec<usize>) {
         drop(self.forward);
         let (mut all, outputs) = (self.records.into_inner(), self.open.outputs());
         all.extend(self.open.close());
         all.sort_by_key(|record| record.first);
-        (all, outputs)
+        (all, outputs, self.uses.into_inner())
     }
 
     /// Runs the records backwards from `loss`, a single element, and adds to `gradients`.
@@ -200,18 +223,38 @@ impl<'t, 's> Tape<'t, 's> {
     /// on no trained parameter, or when `gradients` belong to another parameter spec or device.
     pub fn backward(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
         let written = vec![true; gradients.spec().entries().len()];
-        self.run(loss, gradients, written)
+        self.run_into(loss, gradients, written)
     }
 
     /// Runs the records like [`Tape::backward`], but overwrites `gradients`. The result is the same
     /// as from zeroed gradients, without the pass that zeroes them.
     pub fn backward_overwrite(self, loss: &Var<'s>, gradients: &mut Gradients) -> Result<()> {
         let written = vec![false; gradients.spec().entries().len()];
-        self.run(loss, gradients, written)
+        self.run_into(loss, gradients, written)
     }
 
-    fn run(self, loss: &Var<'s>, gradients: &mut Gradients, written: Vec<bool>) -> Result<()> {
-        const OP: &str = "backward";
+    /// Runs the records like [`Tape::backward_overwrite`], but stores no gradients. Each is computed
+    /// in f32 in memory of the step, passed to `consumer` as soon as it is final, and freed. Of a
+    /// parameter that the loss does not depend on, it is zero.
+    ///
+    /// # Errors
+    /// As [`Tape::backward`]; those of `consumer`; [`Error::Misuse`] when a parameter that
+    /// [`Tape::recompute`] uses is used outside of the recomputed part too; [`Error::ArenaFull`].
+    pub fn backward_consumed(self, loss: &Var<'s>, consumer: &mut dyn GradientConsumer) -> Result<()> {
+        let written = vec![false; self.parameters.spec().entries().len()];
+        self.run(loss, Destination::Consumed(consumer), written)
+    }
+
+    fn run_into(self, loss: &Var<'s>, gradients: &mut Gradients, written: Vec<bool>) -> Result<()> {
+        if !gradients.spec().same(self.parameters.spec()) {
+            let expected = "gradients of the tape's parameters";
+            return Err(Error::misuse(OP, expected, "gradients of another parameter spec"));
+        }
+        gradients.borrow(self.step)?;
+        self.run(loss, Destination::Stored(gradients), written)
+    }
+
+    fn run(self, loss: &Var<'s>, gradients: Destination<'_>, written: Vec<bool>) -> Result<()> {
         check(loss, OP, self.identity)?;
         if loss.shape().elements() != 1 {
             return Err(Error::misuse(OP, "a loss of one element", format!("shape {}", loss.shape())));
@@ -220,19 +263,13 @@ impl<'t, 's> Tape<'t, 's> {
             let expected = "a loss that depends on a trained parameter";
             return Err(Error::misuse(OP, expected, "one of inputs and frozen parameters only"));
         }
-        if !gradients.spec().same(self.parameters.spec()) {
-            return Err(Error::misuse(OP, "gradients of the tape's parameters", "gradients of another parameter spec"));
-        }
-        gradients.borrow(self.step)?;
         let Self { step, share, parameters, identity, .. } = self;
         // Ends the span of the forward pass too.
-        let (all, outputs) = self.into_records();
+        let (all, outputs, first_uses) = self.into_records();
         let _phase = step.enter(Phase::Backward);
-        let mut back = Backward::new(step, parameters, identity, gradients, written, outputs);
+        let mut back = Backward::new(step, parameters, identity, gradients, first_uses, written, outputs);
         back.begin(loss, share);
-        for record in all.into_iter().rev() {
-            back.run(record)?;
-        }
+        back.run_all(all)?;
         back.finish()?;
         step.region().pass_completed();
         Ok(())

@@ -17,8 +17,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use stepscope_core::internals::{Memory, is_finite, watch_launches};
 use stepscope_core::{
-    AnyBuffer, Buffer, Error, GradientType, Gradients, LentMasters, LentState, ParameterEntry, ParameterSpec,
-    Parameters, Phase, Result, Source, Step, Tensor,
+    AnyBuffer, Buffer, Error, GradientConsumer, GradientType, Gradients, Lent, LentMasters, LentState, ParameterEntry,
+    ParameterSpec, Parameters, Phase, Result, Source, Step, Tape, Tensor, Var, ops,
 };
 
 /// An optimizer that updates weights by a rule `R` and keeps the rule's state on the device.
@@ -33,6 +33,8 @@ pub struct Optimizer<R: ?Sized> {
     /// The settings of the prepared update, by group.
     settings: Buffer<f32>,
     state: Vec<State>,
+    /// The squared norm of the gradients so far, if they are released.
+    released_norm: Option<Buffer<f32>>,
     /// The elements that the state covers and that an update changes, in ascending order: all
     /// elements, unless the ranks of a group divide them.
     slices: Vec<Range<usize>>,
@@ -82,7 +84,9 @@ impl<R: UpdateRule> Optimizer<R> {
         let state = declared.state.iter().map(zeros).collect::<Result<_>>()?;
         let updates = Arc::new(Updates::new(declared.name, 0));
         let slices = std::iter::once(0..spec.elements()).collect();
-        Ok(Self { spec, updates, groups, runs: None, settings, state, slices, declared, rule })
+        let is_released = spec.gradients() == GradientType::Released;
+        let released_norm = is_released.then(|| Buffer::zeros(device, 1)).transpose()?;
+        Ok(Self { spec, updates, groups, runs: None, settings, state, released_norm, slices, declared, rule })
     }
 
     /// Sets rates and weight decay by parameter group, replacing any previous groups. The number of
@@ -238,50 +242,121 @@ impl<R: UpdateRule> Optimizer<R> {
     ) -> Result<()> {
         let piece = match self.spec.gradients() {
             GradientType::F32 => usize::MAX,
-            GradientType::Bf16 => GradientType::CONVERTED,
+            GradientType::Bf16 | GradientType::Released => GradientType::CONVERTED,
         };
         let in_pieces = |(slice, start): (&Range<usize>, usize)| {
             let Range { start: first, end } = *slice;
             (first..end).step_by(piece).map(move |at| (at..end.min(at.saturating_add(piece)), start + at - first))
         };
-        for (slice, start) in with_places(&self.slices).flat_map(in_pieces) {
+        let pieces: Vec<_> = with_places(&self.slices).flat_map(in_pieces).collect();
+        for (slice, start) in pieces {
             let lent = gradients.lend(step, slice.clone())?;
-            let gradients = lent.lent();
             let weights = match parameters.lend_masters(step)?.part(slice.clone()) {
                 LentMasters::F32 { weights, copy } => LentMasters::F32 { weights, copy: copy.filter(|_| writes_copy) },
                 split @ LentMasters::Split { .. } => split,
             };
-            let kept = self.state.iter_mut().map(|state| state.lend_mut(step, start..start + slice.len()));
-            let state = kept.collect::<Result<Vec<_>>>()?;
-            let settings = match self.groups.len() {
-                1 => step.lend(&self.settings, [self.settings.len()])?,
-                groups => step.lend(&self.settings, [groups, self.settings.len() / groups])?,
-            };
-            let runs = slice.start / RUN..slice.end.div_ceil(RUN);
-            let all_runs = self.runs.as_ref().map(|all| step.lend(all, [all.len()])).transpose()?;
-            let groups = all_runs.map(|all| all.part(runs));
-            let copy = match &weights {
-                LentMasters::F32 { copy, .. } => copy.as_ref().map(Source::memory),
-                LentMasters::Split { .. } => None,
-            };
-            let promised = Promised { copy, groups: groups.as_ref().map(Source::memory) };
-            let is_small = state.iter().any(|state| matches!(state, LentState::Bits8(_)));
-            let (queued, extents) = watch_launches(step, || match weights {
-                LentMasters::F32 { weights, copy } if !is_small => {
-                    let in_f32 = |state| if let LentState::F32(state) = state { Some(state) } else { None };
-                    let state = state.into_iter().filter_map(in_f32).collect();
-                    let arguments = UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm };
-                    self.rule.queue(step, arguments)
-                }
-                weights => {
-                    let arguments = SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm };
-                    self.rule.queue_small(step, arguments)
-                }
-            });
-            queued?;
-            promised.check(self.declared.name, &extents)?;
+            self.queue_slice(step, (slice, start), weights, lent.lent(), squared_norm)?;
             lent.free(step);
         }
+        Ok(())
+    }
+
+    /// Queues the update of a slice of the weights, of which the state begins at `start`.
+    #[track_caller]
+    fn queue_slice<'s>(
+        &mut self,
+        step: &Step<'s>,
+        (slice, start): (Range<usize>, usize),
+        weights: LentMasters<'_, 's>,
+        gradients: Lent<'_, 's>,
+        squared_norm: &Tensor<'s>,
+    ) -> Result<()> {
+        let kept = self.state.iter_mut().map(|state| state.lend_mut(step, start..start + slice.len()));
+        let state = kept.collect::<Result<Vec<_>>>()?;
+        let settings = match self.groups.len() {
+            1 => step.lend(&self.settings, [self.settings.len()])?,
+            groups => step.lend(&self.settings, [groups, self.settings.len() / groups])?,
+        };
+        let runs = slice.start / RUN..slice.end.div_ceil(RUN);
+        let all_runs = self.runs.as_ref().map(|all| step.lend(all, [all.len()])).transpose()?;
+        let groups = all_runs.map(|all| all.part(runs));
+        let copy = match &weights {
+            LentMasters::F32 { copy, .. } => copy.as_ref().map(Source::memory),
+            LentMasters::Split { .. } => None,
+        };
+        let promised = Promised { copy, groups: groups.as_ref().map(Source::memory) };
+        let is_small = state.iter().any(|state| matches!(state, LentState::Bits8(_)));
+        let (queued, extents) = watch_launches(step, || match weights {
+            LentMasters::F32 { weights, copy } if !is_small => {
+                let in_f32 = |state| if let LentState::F32(state) = state { Some(state) } else { None };
+                let state = state.into_iter().filter_map(in_f32).collect();
+                let arguments = UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm };
+                self.rule.queue(step, arguments)
+            }
+            weights => {
+                let arguments = SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm };
+                self.rule.queue_small(step, arguments)
+            }
+        });
+        queued?;
+        promised.check(self.declared.name, &extents)
+    }
+
+    /// Runs a tape backwards and updates each parameter as soon as its gradient is final, so that
+    /// no gradient is stored; see [`GradientType::Released`]. The weights are those of the tape. A
+    /// rule that clips limits the norm of each parameter's gradient, not that of all. Returns the
+    /// squared norm of all gradients, `[1]`, the sum over the parameters in the order of their
+    /// updates. See [`Optimizer::apply`] for `ticket`.
+    ///
+    /// # Errors
+    /// As [`Optimizer::apply`] and [`Tape::backward_consumed`]; [`Error::Misuse`] unless the spec's
+    /// gradients are [`GradientType::Released`], and for a rule that does not write a BF16 copy.
+    #[track_caller]
+    pub fn apply_in_backward<'s>(
+        &mut self,
+        ticket: UpdateTicket,
+        tape: Tape<'_, 's>,
+        loss: &Var<'s>,
+    ) -> Result<Tensor<'s>> {
+        self.check_spec(tape.spec())?;
+        self.whole_state()?;
+        let step = tape.step();
+        let Some(norm) = &mut self.released_norm else {
+            let expected = "a spec with `GradientType::Released`";
+            return Err(Error::misuse(self.name(), expected, format!("{:?}", self.spec.gradients())));
+        };
+        ops::fill_into(step, &mut step.lend_mut(norm, [1])?, 0.0)?;
+        self.updates.accept(ticket, step)?;
+        let queued = tape.backward_consumed(loss, &mut InBackward(self));
+        self.updates.count(step, queued)?;
+        let norm = self.released_norm.as_ref().expect("it was there before");
+        ops::copy(step, &step.lend(norm, [1])?)
+    }
+}
+
+/// The updates of an optimizer during a backward pass.
+struct InBackward<'o, R>(&'o mut Optimizer<R>);
+
+impl<R: UpdateRule> GradientConsumer for InBackward<'_, R> {
+    fn consume<'s>(
+        &mut self,
+        step: &Step<'s>,
+        elements: Range<usize>,
+        weights: LentMasters<'_, 's>,
+        gradient: Lent<'_, 's>,
+    ) -> Result<()> {
+        let Self(optimizer) = self;
+        let _phase = step.enter(Phase::Optimizer);
+        if let (LentMasters::F32 { copy: Some(_), .. }, false) = (&weights, optimizer.declared.writes_copy) {
+            let expected = "a rule whose `writes_copy` returns true, because gradients are released";
+            return Err(Error::misuse(optimizer.declared.name, expected, "false"));
+        }
+        let squared_norm = ops::squared_norm(step, &gradient)?;
+        let norm = optimizer.released_norm.as_mut().expect("`apply_in_backward` has checked it");
+        ops::add_assign(step, &mut step.lend_mut(norm, [1])?, &squared_norm)?;
+        let start = elements.start;
+        optimizer.queue_slice(step, (elements, start), weights, gradient, &squared_norm)?;
+        step.free(squared_norm);
         Ok(())
     }
 }

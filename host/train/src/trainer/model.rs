@@ -7,8 +7,9 @@ use crate::checkpoint::Checkpoint;
 use crate::optim::{AdamW, Optimizer, ParameterGroups, UpdateRule, UpdateTicket};
 use stepscope_core::ops::{Cast, Generator, Precision};
 use stepscope_core::{
-    Arena, CaptureInputs, Device, DeviceBatch, EagerStep, Element, Error, Gradients, HostInputs, NonFinite, Output,
-    Parameter, ParameterEntry, ParameterSpec, Parameters, Result, Saved, Step, Tape, Tensor, Transfer, Var, bf16,
+    Arena, CaptureInputs, Device, DeviceBatch, EagerStep, Element, Error, GradientType, Gradients, HostInputs,
+    NonFinite, Output, Parameter, ParameterEntry, ParameterSpec, Parameters, Result, Saved, Step, Tape, Tensor,
+    Transfer, Var, bf16,
 };
 
 /// A model that a [`Trainer`](super::Trainer) can train: parameter handles, and the computation
@@ -198,6 +199,14 @@ impl<M, R: UpdateRule> TrainState<M, R> {
             None => tape,
         };
         let loss = model.training_loss(&tape, batch)?;
+        if parameters.spec().gradients() == GradientType::Released {
+            let (MicroBatch { first: true, last: true, .. }, Some(ticket), None) = (&part, ticket, &*monitored) else {
+                let expected = "one step for each update and no monitored parameter, because gradients are released";
+                return Err(Error::misuse("update", expected, "several steps, or a monitored parameter"));
+            };
+            let squared = optimizer.apply_in_backward(ticket, tape, &loss)?;
+            return Ok(StepMetrics { loss: *loss.value(), gradients: Some(squared), monitored: None });
+        }
         if part.first {
             tape.backward_overwrite(&loss, gradients)?;
         } else {

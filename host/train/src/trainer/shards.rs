@@ -141,7 +141,7 @@ impl Shards {
         };
         if parameters.spec().gradients() != GradientType::F32 {
             let expected = "gradients in f32, which a group exchanges: leave out `ParameterSpec::with_gradients`";
-            return Err(Error::misuse("in_group", expected, "gradients in BF16"));
+            return Err(Error::misuse("in_group", expected, format!("{:?}", parameters.spec().gradients())));
         }
         let starts = parameters.spec().entries().iter().map(ParameterEntry::start);
         let slices = Slices::new(starts, elements, ranks);

@@ -83,6 +83,7 @@ fn tables_of_the_page_are_computed() {
     let models: Vec<_> = MODELS.into_iter().chain(LARGER).take(MODELS.len() + 1).collect();
     table_is_computed(&models, TrainingMemory::Small, None, 2);
     table_is_computed(&models, TrainingMemory::Smallest, None, 2);
+    table_is_computed(&models, TrainingMemory::Released, None, 2);
 }
 
 /// The rows of the tables of adapters are what `stepscope predict --config --lora` prints, without

@@ -228,10 +228,7 @@ impl ParameterSpecBuilder {
             shared.positions.push(position);
             shared.region_mut(position).push(entry);
         }
-        if shared.trained.elements == 0 {
-            // A region has at least one element.
-            shared.trained.elements = ALIGN_BYTES / size_of::<f32>();
-        }
+        shared.trained = shared.trained.placed(shared.state);
         Ok(ParameterSpec { shared: Arc::new(shared) })
     }
 }
