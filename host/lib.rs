@@ -152,7 +152,7 @@ pub mod optim {
 pub mod parameters {
     pub use stepscope_core::{
         AnyBuffer, FrozenType, GradientConsumer, GradientType, Initializer, LentMasters, LentState, MasterType, MatrixWeights, Nf4Matrix,
-        ParameterEntry, ParameterSpecBuilder, RegionContents, StackedParameters, StateType,
+        ParameterEntry, ParameterSpecBuilder, RegionContents, StackedParameters, StateType, WriteRegion,
     };
 }
 

@@ -176,6 +176,27 @@ fn first_update_predicts_peak_memory() -> Result<()> {
     Ok(())
 }
 
+/// A checkpoint is restored in pieces. The host does not hold its tensors.
+#[test]
+fn restoring_takes_little_memory() -> Result<()> {
+    const WIDTH: usize = 4096;
+    const TENSOR: u64 = (WIDTH * WIDTH * size_of::<f32>()) as u64;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model");
+    let device = Device::open(DeviceKind::Emulated)?;
+    let mut spec = ParameterSpec::builder();
+    spec.add("w", [WIDTH, WIDTH], Initializer::ONE);
+    let mut parameters = Parameters::new(&device, &spec.build()?, 7)?;
+    let mut optimizer = Optimizer::new(&parameters, AdamW::default())?;
+    Checkpoint::save(&path, &parameters, Some(&optimizer), &[])?;
+    let peak = || ProcessMemory::read().unwrap().peak_bytes;
+    let before = peak();
+    Checkpoint::load(&path)?.restore(&mut parameters, Some(&mut optimizer))?;
+    let more = peak() - before;
+    assert!(more < TENSOR / 2, "{more} bytes for a file of three tensors of {TENSOR}");
+    Ok(())
+}
+
 #[test]
 fn oversized_run_ends_after_first_update() -> Result<()> {
     const ARENA: u64 = 2 << 30;

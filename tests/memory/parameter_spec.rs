@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use stepscope::parameters::{Initializer, ParameterSpecBuilder};
+use stepscope::parameters::{FrozenType, Initializer, ParameterSpecBuilder};
 use stepscope::{Device, DeviceKind, Error, ParameterSpec, Parameters};
 
 /// Returns the actual value in the error of `build`.
@@ -37,6 +37,26 @@ fn initialize_changes_only_named_parameters() {
         })
     };
     assert_eq!((values(false), values(true)), ([0.25, 0.25, 0.75], [0.25, 0.5, 0.75]));
+}
+
+/// Parameters that are loaded start at zero, in every type. All others draw the same values.
+#[test]
+fn loaded_parameters_are_not_drawn() {
+    for frozen in [None, Some(FrozenType::F32), Some(FrozenType::Bf16), Some(FrozenType::Nf4)] {
+        let values = |is_loaded: bool| {
+            let mut spec = ParameterSpec::builder();
+            let all = ["a", "b", "c"].map(|name| spec.add(name, [64, 64], Initializer::fan_in(64)));
+            if let Some(frozen) = frozen {
+                spec.freeze(|entry| (entry.name() != "c").then_some(frozen));
+            }
+            let spec = spec.build().unwrap().with_loaded(|entry| is_loaded && entry.name() == "a");
+            let weights = Parameters::new(&Device::open(DeviceKind::Emulated).unwrap(), &spec, 7).unwrap();
+            all.map(|parameter| weights.read(parameter).unwrap())
+        };
+        let ([drawn, ..], [loaded, ..]) = (values(false), values(true));
+        assert!(drawn.iter().any(|&value| value != 0.0) && loaded.iter().all(|&value| value == 0.0), "{frozen:?}");
+        assert!(values(false)[1..] == values(true)[1..], "{frozen:?}");
+    }
 }
 
 #[test]

@@ -71,7 +71,7 @@ pub use non_finite::NonFinite;
 pub use params::{
     FrozenType, GradientConsumer, GradientType, Gradients, LentMasters, LentState, MasterType, MatrixWeights,
     Nf4Matrix, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, Parameters, RegionContents,
-    StackedParameters, StateType,
+    StackedParameters, StateType, WriteRegion,
 };
 pub use preconditions::IndexBound;
 pub use ptx::{PtxBuild, PtxCompiler};

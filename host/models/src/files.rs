@@ -91,6 +91,11 @@ impl WeightFiles {
         &self.config
     }
 
+    /// True if [`WeightFiles::load`] overwrites this parameter; see [`ParameterSpec::with_loaded`].
+    pub fn has(&self, entry: &ParameterEntry) -> bool {
+        self.tensors.iter().any(|(_, tensor)| tensor.parts.iter().any(|part| part.parameter == entry.name()))
+    }
+
     /// Returns the type in which a parameter is frozen without loss: BF16 or NF4 if the file has
     /// all its elements in it, and otherwise f32.
     pub fn stored(&self, entry: &ParameterEntry) -> FrozenType {
@@ -102,6 +107,14 @@ impl WeightFiles {
             return FrozenType::Nf4;
         }
         if of_entry.all(is_bf16) { FrozenType::Bf16 } else { FrozenType::F32 }
+    }
+
+    /// True if BF16 has all elements of a parameter exactly.
+    fn is_bf16(&self, entry: &ParameterEntry) -> bool {
+        let is_added = |(_, tensor): &(String, FileTensor)| {
+            tensor.added != 0.0 && tensor.parts.iter().any(|part| part.parameter == entry.name())
+        };
+        self.stored(entry) == FrozenType::Bf16 && !self.tensors.iter().any(is_added)
     }
 
     /// Returns NF4 for the matrices of linear layers, and the type of [`WeightFiles::stored`] for
@@ -154,7 +167,7 @@ impl WeightFiles {
                         _ => parameters.quantise(parameter, place, &self.files.read::<f32>(name)?)?,
                     }
                 }
-            } else if entry.frozen() == Some(FrozenType::Bf16) {
+            } else if entry.frozen() == Some(FrozenType::Bf16) || entry.frozen().is_none() && self.is_bf16(entry) {
                 parameters.write_as(parameter, &self.read::<bf16>(&spec, entry, &numbers)?)?;
             } else {
                 parameters.write(parameter, &self.read::<f32>(&spec, entry, &numbers)?)?;

@@ -9,19 +9,20 @@
 #![forbid(unsafe_code)]
 
 use crate::optim::{Optimizer, State, UpdateRule};
-use crate::tensors::{NamedTensor, Tensors, header};
+use crate::tensors::{OpenTensors, header};
 use kernels::companded::RUN_WORDS;
 use kernels::update::RUN;
 use safetensors::tensor::Dtype;
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{self, BufWriter, Seek, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use stepscope_core::internals::{PIECE_BYTES, all_finite, hex, is_finite, replace_file_by, short, sweep};
+use std::sync::{Mutex, PoisonError};
+use stepscope_core::internals::{PIECE_BYTES, all_finite, checksum_of_part, hex, is_finite, replace_file_by, short, sweep};
 use stepscope_core::{
     AnyBuffer, Error, MasterType, NonFinite, ParameterEntry, ParameterSpec, Parameters, Quantity, Result, StateType,
-    Transfer, bf16,
+    Transfer, WriteRegion, bf16,
 };
 
 pub(crate) const FORMAT: &str = "stepscope.format";
@@ -45,13 +46,22 @@ const DIGEST: &str = "stepscope.sha256";
 /// The bytes of small tensors that are buffered and written together.
 const WAITING_BYTES: usize = 1 << 20;
 
-/// The contents of a checkpoint file when it was loaded, verified as complete. It takes as much
-/// host memory as the file has bytes, so drop it after restoring. Later changes to the file have no
-/// effect on it.
+/// An open checkpoint file, verified as complete. Its tensors stay in the file until they are
+/// restored, so the host needs memory for pieces only. The file may be replaced or removed
+/// meanwhile; if it is written to, a restore is an error.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
-    tensors: Tensors,
+    file: OpenTensors,
+    /// What verifying the file has found about each tensor, by name.
+    verified: BTreeMap<String, Verified>,
+}
+
+/// The properties of a tensor in a file.
+#[derive(Clone, Copy, Debug)]
+struct Verified {
+    is_finite: bool,
+    checksum: u64,
 }
 
 impl Checkpoint {
@@ -123,36 +133,45 @@ impl Checkpoint {
         file.write(notes)
     }
 
-    /// Loads a checkpoint. Each byte is read once, and the digest covers exactly the bytes that
-    /// were read. Removes temporary files that killed processes have left next to it.
+    /// Opens a checkpoint, and reads it once to verify its digest. Removes temporary files that
+    /// killed processes have left next to it.
     ///
     /// # Errors
     /// [`Error::File`] if the file is missing, not a plain file, truncated, damaged, modified
-    /// meanwhile, of another format, or larger than the host's available memory.
+    /// meanwhile, or of another format.
     pub fn load(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         sweep(&path);
-        let tensors = Tensors::read(&path)?;
+        let file = OpenTensors::open(&path)?;
         // Checks that a note has the expected value.
         let check = |key, expected: &str, wrong: &str| {
-            let found = tensors.notes().get(key).map_or("", String::as_str);
+            let found = file.notes().get(key).map_or("", String::as_str);
             let reason = || format!("{wrong}: expected `{key}` `{expected}`, got `{}`", short(found));
             if found == expected { Ok(()) } else { Err(Error::file(&path, reason())) }
         };
-        if !tensors.notes().contains_key(FORMAT) {
+        if !file.notes().contains_key(FORMAT) {
             let reason = format!(
                 "is a safetensors file without `{FORMAT}`; expected a checkpoint. `Parameters::load_state_dict` reads files with only weights, as PyTorch writes them"
             );
             return Err(Error::file(&path, reason));
         }
         check(FORMAT, "1", "not a checkpoint of this version")?;
-        let mut digest = FileDigest::of_notes(tensors.notes());
-        for NamedTensor { name, shape, bytes, .. } in tensors.iter() {
+        let failed = |reason: io::Error| Error::file(&path, reason);
+        let (mut digest, mut verified) = (FileDigest::of_notes(file.notes()), BTreeMap::new());
+        for (name, dtype, shape) in file.iter() {
             digest.begin(name, shape);
-            digest.add(bytes);
+            let mut of_tensor = Verified { is_finite: true, checksum: 0 };
+            let read = file.for_each_piece(name, &mut |first, piece| {
+                digest.add(piece);
+                of_tensor.is_finite &= Stored::of_file(dtype).is_none_or(|stored| stored.is_finite(first, piece));
+                of_tensor.checksum = of_tensor.checksum.wrapping_add(checksum_of_part(first, piece));
+            });
+            read.map_err(failed)?;
+            verified.insert(name.to_owned(), of_tensor);
         }
+        file.file().check_unchanged().map_err(failed)?;
         check(DIGEST, &digest.end(), "damaged")?;
-        Ok(Self { path, tensors })
+        Ok(Self { path, file, verified })
     }
 
     /// Returns a note of the writer.
@@ -160,7 +179,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::File`] if there is no such note.
     pub fn note(&self, key: &str) -> Result<&str> {
-        self.tensors
+        self.file
             .notes()
             .get(key)
             .map(String::as_str)
@@ -170,7 +189,7 @@ impl Checkpoint {
     /// Returns all notes in order of their names, including the library's, which begin with
     /// `stepscope.`.
     pub fn notes(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.tensors.notes().iter().map(|(key, value)| (key.as_str(), value.as_str()))
+        self.file.notes().iter().map(|(key, value)| (key.as_str(), value.as_str()))
     }
 
     /// Returns the digest of the whole contents.
@@ -179,14 +198,16 @@ impl Checkpoint {
         self.note(DIGEST)
     }
 
-    /// Restores the trained weights, and the optimizer state if an optimizer is given. Either
-    /// everything fits or nothing is changed.
+    /// Restores the trained weights, and the optimizer state if an optimizer is given. They are read
+    /// from the file in pieces, on their way to the device.
     ///
     /// # Errors
     /// [`Error::File`] if a tensor is missing, has another shape or type, there is no optimizer
     /// state, or the checkpoint was saved with other frozen weights than the model's.
     /// [`Error::OtherOptimizer`] if the state belongs to another optimizer. [`Error::NotFinite`]
-    /// for a non-finite value.
+    /// for a non-finite value. Nothing has been changed after any of these. [`Error::File`] if the
+    /// file cannot be read, or was written to since it was loaded. After that, some weights and some
+    /// of the state are already the new ones.
     pub fn restore(
         &self,
         parameters: &mut Parameters,
@@ -208,6 +229,7 @@ impl Checkpoint {
         self.check_stored(&spec)?;
         let regions = ["", CORRECTION].into_iter().zip(parameters.regions());
         let weights = regions.map(|(prefix, region)| self.region(&spec, prefix, region)).collect::<Result<Vec<_>>>()?;
+        let reading = Reading::default();
         let state = match &optimizer {
             None => None,
             Some(optimizer) => {
@@ -223,37 +245,58 @@ impl Checkpoint {
                     )
                 })?;
                 self.check_optimizer(optimizer.name())?;
-                let region = |(prefix, state): (String, _)| Ok((self.region(&spec, &prefix, state)?, prefix));
+                let region = |(prefix, state): (String, _)| self.region(&spec, &prefix, state);
                 let regions = optimizer.prefixes().into_iter().zip(optimizer.state()).map(region);
                 Some((number, regions.collect::<Result<Vec<_>>>()?))
             }
         };
         let update = state.as_ref().map(|(updates, _)| *updates);
-        let check = |what, prefix: &str, region: &[&[u8]], stored: Stored| {
-            transfer.allowed().check((update, what), stored.first_not_finite(&spec, prefix, region))
+        let check = |what, names: &[String]| {
+            let named = |name: &String| (name.clone(), self.verified[name].is_finite);
+            transfer.allowed().check((update, what), names.iter().map(named))
         };
-        let stored = |region| Stored::of(&spec, region);
-        for ((prefix, region), bytes) in ["", CORRECTION].into_iter().zip(parameters.regions()).zip(&weights) {
-            check(Quantity::Weight, prefix, bytes, stored(region))?;
-        }
-        if let (Some(optimizer), Some((_, state))) = (&optimizer, &state) {
-            for ((bytes, prefix), region) in state.iter().zip(optimizer.state()) {
-                check(Quantity::OptimizerState, prefix, bytes, stored(region))?;
-            }
-        }
-        let others: Vec<_> = match optimizer.zip(state) {
+        weights.iter().try_for_each(|names| check(Quantity::Weight, names))?;
+        let of_state = state.iter().flat_map(|(_, state)| state);
+        of_state.clone().try_for_each(|names| check(Quantity::OptimizerState, names))?;
+        let names: Vec<Vec<String>> = weights.iter().chain(of_state).cloned().collect();
+        let mut writers = names.iter().map(|names| self.writer(names, &reading));
+        let weights = writers.by_ref().take(weights.len()).collect();
+        let others: Vec<_> = match optimizer.zip(update) {
             None => Vec::new(),
-            Some((optimizer, (updates, state))) => {
-                let regions = optimizer.restore(updates).iter_mut().zip(state);
-                regions.map(|(state, (sources, _))| state.contents(&spec, sources)).collect()
+            Some((optimizer, updates)) => {
+                optimizer.restore(updates).iter_mut().zip(writers).map(|(state, write)| state.contents(&spec, write)).collect()
             }
         };
-        parameters.overwrite(weights, others, transfer)
+        parameters.overwrite(weights, others, transfer)?;
+        self.check_read(&names.concat(), reading)
+    }
+
+    /// Returns the writer of a region's bytes, whose tensors have these names, and notes what it
+    /// reads.
+    fn writer<'r>(&'r self, names: &'r [String], reading: &'r Reading) -> Box<WriteRegion<'r>> {
+        Box::new(move |number, _, first, part| {
+            let read = self.file.fill_from(&names[number], first, part);
+            reading.add(&names[number], read.map(|()| checksum_of_part(first, part)));
+        })
+    }
+
+    /// Returns an error unless the tensors of these names were read as they were verified.
+    fn check_read(&self, names: &[String], reading: Reading) -> Result<()> {
+        let failed = |reason| Error::file(&self.path, reason);
+        let mut found = reading.0.into_inner().unwrap_or_else(PoisonError::into_inner).map_err(failed)?;
+        let changed = names.iter().find(|&name| found.remove(name).unwrap_or(0) != self.verified[name].checksum);
+        match changed {
+            None => Ok(()),
+            Some(name) => {
+                let reason = format!("`{}` was written to after the file was loaded: load it again", short(name));
+                Err(Error::file(&self.path, reason))
+            }
+        }
     }
 
     /// Returns an error unless the file stores weights and state as the model does.
     fn check_stored(&self, spec: &ParameterSpec) -> Result<()> {
-        let (saved, ours) = (self.tensors.notes().get(STORED), stored(spec));
+        let (saved, ours) = (self.file.notes().get(STORED), stored(spec));
         if saved == ours.as_ref() {
             return Ok(());
         }
@@ -267,7 +310,7 @@ impl Checkpoint {
 
     /// Returns an error unless the model has the frozen weights with which the file was saved.
     fn check_frozen(&self, parameters: &Parameters) -> Result<()> {
-        let (saved, ours) = (self.tensors.notes().get(FROZEN), parameters.frozen_sha256()?);
+        let (saved, ours) = (self.file.notes().get(FROZEN), parameters.frozen_sha256()?);
         if saved == ours.as_ref() {
             return Ok(());
         }
@@ -283,23 +326,45 @@ impl Checkpoint {
 
     /// Returns an error unless the state belongs to the optimizer `expected`.
     fn check_optimizer(&self, expected: &'static str) -> Result<()> {
-        let got = self.tensors.notes().get(OPTIMIZER).map_or(FIRST_OPTIMIZER, String::as_str);
+        let got = self.file.notes().get(OPTIMIZER).map_or(FIRST_OPTIMIZER, String::as_str);
         if got == expected {
             return Ok(());
         }
         Err(Error::OtherOptimizer { path: self.path.clone(), expected, got: short(got).to_string() })
     }
 
-    /// Returns the bytes of the tensors of a region whose names start with `prefix`, one per
-    /// parameter.
-    fn region(&self, spec: &ParameterSpec, prefix: &str, region: AnyBuffer<'_>) -> Result<Vec<&[u8]>> {
+    /// Returns the names of the tensors of a region, which start with `prefix`, one per parameter.
+    fn region(&self, spec: &ParameterSpec, prefix: &str, region: AnyBuffer<'_>) -> Result<Vec<String>> {
         let stored = Stored::of(spec, region);
-        let bytes = |entry: &ParameterEntry| {
+        let name = |entry: &ParameterEntry| {
             let name = format!("{prefix}{}", entry.name());
-            let found = self.tensors.expect(&name, &stored.extents(entry), &[stored.dtype()]);
-            found.map(|(bytes, _)| bytes).map_err(|reason| Error::file(&self.path, reason))
+            let found = self.file.expect(&name, &stored.extents(entry), stored.dtype());
+            found.map(|()| name).map_err(|reason| Error::file(&self.path, reason))
         };
-        spec.entries().iter().map(bytes).collect()
+        spec.entries().iter().map(name).collect()
+    }
+}
+
+/// The checksums of the tensors that were read, by name, or the first error.
+struct Reading(Mutex<io::Result<HashMap<String, u64>>>);
+
+impl Default for Reading {
+    fn default() -> Self {
+        Self(Mutex::new(Ok(HashMap::new())))
+    }
+}
+
+impl Reading {
+    fn add(&self, name: &str, read: io::Result<u64>) {
+        let mut found = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok(sums) = &mut *found else { return };
+        match read {
+            Err(reason) => *found = Err(reason),
+            Ok(part) => match sums.get_mut(name) {
+                Some(sum) => *sum = sum.wrapping_add(part),
+                None => drop(sums.insert(name.to_owned(), part)),
+            },
+        }
     }
 }
 
@@ -329,6 +394,11 @@ impl Stored {
             AnyBuffer::U32(_) if region.bytes() == spec.elements() => Self::Correction,
             AnyBuffer::U32(_) => Self::Bits8,
         }
+    }
+
+    /// Returns the type of a tensor in a file, if regions are stored as such tensors.
+    fn of_file(dtype: Dtype) -> Option<Self> {
+        [Self::F32, Self::Bf16, Self::Correction, Self::Bits8].into_iter().find(|stored| stored.dtype() == dtype)
     }
 
     fn dtype(self) -> Dtype {
@@ -371,24 +441,6 @@ impl Stored {
                 scales.all(|(_, &scale)| is_finite(f32::from_le_bytes(scale)))
             }
         }
-    }
-
-    /// Finds the first parameter that is not finite in a region, lazily.
-    fn first_not_finite(
-        self,
-        spec: &ParameterSpec,
-        prefix: &str,
-        region: &[&[u8]],
-    ) -> impl Iterator<Item = (String, bool)> {
-        let all = match self {
-            // All processors take part.
-            Self::F32 => Some(spec.finite_bytes(prefix, region)),
-            _ => None,
-        };
-        let first = move || region.iter().position(|bytes| !self.is_finite(0, bytes));
-        let named = move |at: usize| (format!("{prefix}{}", spec.entries()[at].name()), false);
-        let others = (self != Self::F32).then(|| std::iter::once_with(first).flatten().map(named));
-        all.into_iter().flatten().chain(others.into_iter().flatten())
     }
 }
 

@@ -1,8 +1,8 @@
 //! The tensors of a safetensors file, read once, and written as they are in memory.
 //!
-//! Invariant: every byte is read once, into our own memory, and the checks, the digest and the
-//! result all use that memory. Concurrent changes to the file are an error during the read, and
-//! have no effect after it. A new file gets its name only when it is complete.
+//! Invariant: a file that is read whole is read once, into our own memory, and the checks and the
+//! result use that memory. Concurrent changes to it are an error during the read, and have no effect
+//! after it. A new file gets its name only when it is complete.
 
 #![forbid(unsafe_code)]
 
@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
-use stepscope_core::internals::{MAX_HEADER_BYTES, NOTES, Replacement, short};
+use stepscope_core::internals::{MAX_HEADER_BYTES, NOTES, PIECE_BYTES, Replacement, short};
 use stepscope_core::{Error, FileKind, PlainFile, Result};
 
 /// The bytes of the number at a file's start, which is the length of its header.
@@ -58,15 +58,7 @@ impl Tensors {
     /// # Errors
     /// Describes what the file has instead, if no tensor has this name, shape and type.
     pub(crate) fn expect(&self, name: &str, shape: &[usize], types: &[Dtype]) -> Result<(&[u8], Dtype), String> {
-        match self.header.tensors.get(name) {
-            None => Err(format!("has no `{}`", short(name))),
-            Some(info) if info.shape != shape || !types.contains(&info.dtype) => {
-                let types = types.iter().map(|dtype| format!("{dtype:?}")).collect::<Vec<_>>().join(" or ");
-                let got = format!("{:?} {:?}", info.dtype, info.shape);
-                Err(format!("`{}`: expected {types} {shape:?}, got {}", short(name), short(&got)))
-            }
-            Some(info) => Ok((self.bytes(info), info.dtype)),
-        }
+        self.header.expect(name, shape, types).map(|info| (self.bytes(info), info.dtype))
     }
 
     /// Returns all tensors, in order of their names.
@@ -128,6 +120,30 @@ impl OpenTensors {
     /// Returns the names of all tensors, each with its type and shape.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, Dtype, &[usize])> {
         self.header.tensors.iter().map(|(name, info)| (name.as_str(), info.dtype, info.shape.as_slice()))
+    }
+
+    /// Returns the writer's notes, in order of their names.
+    pub(crate) fn notes(&self) -> &BTreeMap<String, String> {
+        &self.header.notes
+    }
+
+    /// Returns an error that describes what the file has instead, if no tensor has this name, shape
+    /// and type.
+    pub(crate) fn expect(&self, name: &str, shape: &[usize], dtype: Dtype) -> Result<(), String> {
+        self.header.expect(name, shape, &[dtype]).map(drop)
+    }
+
+    /// Passes the bytes of a tensor, which exists, to `each`, piece by piece, with the first byte of
+    /// the piece.
+    pub(crate) fn for_each_piece(&self, name: &str, each: &mut dyn FnMut(usize, &[u8])) -> std::io::Result<()> {
+        let (start, end) = self.header.tensors[name].data_offsets;
+        let mut piece = vec![0; PIECE_BYTES.min(end - start)];
+        for first in (0..end - start).step_by(PIECE_BYTES) {
+            let piece = &mut piece[..PIECE_BYTES.min(end - start - first)];
+            self.fill_from(name, first, piece)?;
+            each(first, piece);
+        }
+        Ok(())
     }
 
     /// Reads the bytes of a tensor, which exists.
@@ -242,6 +258,20 @@ struct Header {
 }
 
 impl Header {
+    /// Returns the tensor of this name and shape, if it has one of these types. Otherwise describes
+    /// what the file has instead.
+    fn expect(&self, name: &str, shape: &[usize], types: &[Dtype]) -> Result<&TensorInfo, String> {
+        match self.tensors.get(name) {
+            None => Err(format!("has no `{}`", short(name))),
+            Some(info) if info.shape != shape || !types.contains(&info.dtype) => {
+                let types = types.iter().map(|dtype| format!("{dtype:?}")).collect::<Vec<_>>().join(" or ");
+                let got = format!("{:?} {:?}", info.dtype, info.shape);
+                Err(format!("`{}`: expected {types} {shape:?}, got {}", short(name), short(&got)))
+            }
+            Some(info) => Ok(info),
+        }
+    }
+
     /// Returns an error unless the tensors follow one another and have `bytes` bytes in total.
     fn check(&self, bytes: u64) -> Result<(), String> {
         let mut tensors: Vec<_> = self.tensors.iter().collect();

@@ -135,6 +135,7 @@ impl<'r> Plan<'r> {
             Some(lora) => Transformer::with_lora(config, lora, |entry| self.frozen_type::<S>(entry))?,
             None => Transformer::new(config)?,
         };
+        let spec = spec.with_loaded(|entry| self.files.has(entry));
         Ok((Gpt::of(layers, self.mode()), self.args.run.memory.of(spec)))
     }
 

@@ -360,8 +360,8 @@ fn is_bf16<S: Element>() -> bool {
     S::NAME == bf16::NAME
 }
 
-/// Allocates the parameters, with what products of this type read.
+/// Allocates the parameters, all of which are loaded, with what products of this type read.
 fn parameters<S: Element>(device: &Device, spec: &ParameterSpec) -> Result<Parameters> {
-    let parameters = Parameters::new(device, spec, 0)?;
+    let parameters = Parameters::new(device, &spec.clone().with_loaded(|_| true), 0)?;
     if is_bf16::<S>() { parameters.with_bf16_copy() } else { Ok(parameters) }
 }

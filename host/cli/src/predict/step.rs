@@ -5,7 +5,7 @@
 
 use stepscope::models::{Lora, ModelConfig, Transformer};
 use stepscope::ops::{Activation, Cast};
-use stepscope::parameters::FrozenType;
+use stepscope::parameters::{FrozenType, GradientType};
 use stepscope::tensor::Element;
 use stepscope::{
     AdamW, Device, DeviceKind, EagerStep, HostBatch, HostInputs, Model, ParameterSpec, Result, Tape, TrainState, bf16,
@@ -180,6 +180,9 @@ fn train<S: Cast, M: Model<S>>(
     let tape = Tape::new(step, &parameters);
     let output = model.forward(&tape, &batch)?;
     let loss = model.loss(&tape, &output, &batch)?;
+    if spec.gradients() == GradientType::Released {
+        return optimizer.apply_in_backward(ticket, tape, &loss).map(drop);
+    }
     tape.backward_overwrite(&loss, &mut gradients)?;
     optimizer.apply(ticket, step, &mut parameters, &gradients)
 }

@@ -21,31 +21,21 @@ pub struct RegionContents<'r> {
     memory: Memory<u8>,
     element_bytes: usize,
     run_bytes: usize,
-    write: Box<Write<'r>>,
+    write: Box<WriteRegion<'r>>,
 }
 
-/// The writer of a part of a parameter: its index, its entry, the first byte within it, and the
-/// part's bytes.
-type Write<'w> = dyn Fn(usize, &ParameterEntry, usize, &mut [u8]) + Sync + 'w;
+/// Writes a part of a parameter's bytes, the same each time. The arguments are the parameter's index
+/// among the entries, its entry, the first byte within it, and the place of the part. Several threads
+/// call it at a time.
+pub type WriteRegion<'w> = dyn Fn(usize, &ParameterEntry, usize, &mut [u8]) + Sync + 'w;
 
 impl<'r> RegionContents<'r> {
     /// Describes the bytes that `write` writes for each parameter.
-    pub(super) fn new<T: Element>(
-        spec: &ParameterSpec,
-        region: &'r mut Buffer<T>,
-        write: impl Fn(usize, &ParameterEntry, usize, &mut [u8]) + Sync + 'r,
-    ) -> Self {
+    pub fn new<T: Element>(spec: &ParameterSpec, region: &'r mut Buffer<T>, write: Box<WriteRegion<'r>>) -> Self {
         let memory = region.memory().bytes();
         let run_bytes = memory.len() / (spec.elements() / RUN);
         let element_bytes = size_of::<T>();
-        Self { device: region.device().clone(), memory, element_bytes, run_bytes, write: Box::new(write) }
-    }
-
-    /// Describes the bytes of each parameter, in the order of the spec's entries.
-    pub fn of_sources<T: Element>(spec: &ParameterSpec, region: &'r mut Buffer<T>, sources: Vec<&'r [u8]>) -> Self {
-        Self::new(spec, region, move |number, _, within, part| {
-            part.copy_from_slice(&sources[number][within..][..part.len()]);
-        })
+        Self { device: region.device().clone(), memory, element_bytes, run_bytes, write }
     }
 }
 

@@ -52,7 +52,8 @@ impl Frozen {
         })?;
         let mut frozen = Self { f32, bf16, nf4: None, ..Self::default() };
         frozen.nf4 = region(device, spec, FrozenType::Nf4, &nf4::fill_zeros)?;
-        let others = |entry: &&ParameterEntry| entry.initializer != Initializer::ZERO && !device.is_dry_run();
+        let is_zero = |entry: &ParameterEntry| entry.initializer == Initializer::ZERO || entry.is_loaded;
+        let others = |entry: &&ParameterEntry| !is_zero(entry) && !device.is_dry_run();
         for entry in spec.frozen(FrozenType::Nf4).iter().filter(others) {
             let mut values = vec![[0; 4]; entry.shape().elements()];
             draw(entry, 0, seed, drawn, &mut values, f32::to_le_bytes);

@@ -6,7 +6,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::contents::{RegionContents, Values};
+use super::contents::{RegionContents, Values, WriteRegion};
 use super::matrix::MatrixWeights;
 use super::spec::{MasterType, ParameterSpec, StateType};
 use super::weights::Flat;
@@ -221,52 +221,63 @@ impl Masters {
                 let write = |number, entry: &_, within, part: &mut [u8]| {
                     values.write((number, entry), within / size_of::<f32>(), part, f32::to_le_bytes);
                 };
-                vec![RegionContents::new(&spec, &mut weights.values, write)]
+                vec![RegionContents::new(&spec, &mut weights.values, Box::new(write))]
             }
             Self::Split { halves, corrections } => {
                 let write = |number, entry: &_, within, part: &mut [u8]| {
                     let half = |value| (split(value).0 as u16).to_le_bytes();
                     values.write((number, entry), within / size_of::<bf16>(), part, half);
                 };
-                let halves = RegionContents::new(&spec, &mut halves.values, write);
+                let halves = RegionContents::new(&spec, &mut halves.values, Box::new(write));
                 let write = |number, entry: &_, within, part: &mut [u8]| {
                     values.write((number, entry), within, part, |value| [split(value).1 as u8]);
                 };
-                vec![halves, RegionContents::new(&spec, corrections, write)]
+                vec![halves, RegionContents::new(&spec, corrections, Box::new(write))]
             }
         }
     }
 
     /// Describes new contents of all regions, in the order of [`Masters::regions`]: each from the
-    /// bytes of its parameters.
-    pub(super) fn contents<'r>(&'r mut self, sources: Vec<Vec<&'r [u8]>>) -> Vec<RegionContents<'r>> {
-        let (spec, mut sources) = (self.spec().clone(), sources.into_iter());
-        let mut next = || sources.next().expect("sources for each region");
+    /// writer of its bytes.
+    pub(super) fn contents<'r>(&'r mut self, writers: Vec<Box<WriteRegion<'r>>>) -> Vec<RegionContents<'r>> {
+        let (spec, mut writers) = (self.spec().clone(), writers.into_iter());
+        let mut next = || writers.next().expect("a writer for each region");
         match self {
-            Self::F32 { weights, .. } => vec![RegionContents::of_sources(&spec, &mut weights.values, next())],
+            Self::F32 { weights, .. } => vec![RegionContents::new(&spec, &mut weights.values, next())],
             Self::Split { halves, corrections } => vec![
-                RegionContents::of_sources(&spec, &mut halves.values, next()),
-                RegionContents::of_sources(&spec, corrections, next()),
+                RegionContents::new(&spec, &mut halves.values, next()),
+                RegionContents::new(&spec, corrections, next()),
             ],
         }
     }
 
-    /// Overwrites elements from `start` on.
-    pub(super) fn write(&mut self, start: usize, values: &[f32]) -> Result<()> {
+    /// Overwrites elements from `start` on, which are converted on the way to the device.
+    pub(super) fn write<S: Stored>(&mut self, start: usize, values: &[S]) -> Result<()> {
+        /// Writes the codes of the values from byte `offset` on, and zeros after the last value.
+        fn encode<S: Stored, const N: usize>(
+            values: &[S],
+            offset: usize,
+            place: &mut [u8],
+            code: impl Fn(f32) -> [u8; N],
+        ) {
+            let values = values[(offset / N).min(values.len())..].iter().map(|value| code(value.widen()));
+            place.as_chunks_mut().0.iter_mut().zip(values.chain(std::iter::repeat([0; N]))).for_each(|(to, of)| *to = of);
+        }
+        let len = values.len();
         match self {
             Self::F32 { weights, .. } => {
-                let written = weights.values.write(start, values);
+                let fill = |offset, place: &mut [u8]| encode(values, offset, place, f32::to_le_bytes);
+                let written = weights.values.write_with(start, len, &fill);
                 // A failed upload may have changed some weights.
-                let rounded = self.round(start..start + values.len());
+                let rounded = self.round(start..start + len);
                 written.and(rounded)
             }
             Self::Split { halves, corrections } => {
-                let all: Vec<bf16> = values.iter().map(|&value| bf16::from_bits(split(value).0 as u16)).collect();
-                halves.values.write(start, &all)?;
-                let byte = |at: usize| values.get(at).map_or(0, |&value| split(value).1 as u8);
-                let word = |word: usize| u32::from_le_bytes([0, 1, 2, 3].map(|at| byte(PER_WORD * word + at)));
-                let words: Vec<u32> = (0..values.len().div_ceil(PER_WORD)).map(word).collect();
-                corrections.write(start / PER_WORD, &words)
+                let half = |value| (split(value).0 as u16).to_le_bytes();
+                halves.values.write_with(start, len, &|offset, place| encode(values, offset, place, half))?;
+                let correction = |value| [split(value).1 as u8];
+                let fill = |offset, place: &mut [u8]| encode(values, offset, place, correction);
+                corrections.write_with(start / PER_WORD, len.div_ceil(PER_WORD), &fill)
             }
         }
     }

@@ -11,7 +11,7 @@ mod scope;
 mod spec;
 mod weights;
 
-pub use contents::RegionContents;
+pub use contents::{RegionContents, WriteRegion};
 pub(crate) use gradients::GradientParts;
 pub use gradients::{GradientConsumer, Gradients};
 pub(crate) use masters::MasterArguments;

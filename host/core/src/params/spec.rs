@@ -93,6 +93,8 @@ pub struct ParameterEntry {
     pub(super) number: usize,
     pub(super) initializer: Initializer,
     is_table: bool,
+    /// True if the program loads the parameter, so that its initial values are zeros.
+    pub(super) is_loaded: bool,
     frozen: Option<FrozenType>,
     /// The outputs of each matrix of a file that the parameter consists of; empty for one matrix.
     matrices: Vec<usize>,
@@ -250,6 +252,17 @@ impl ParameterSpec {
     #[must_use]
     pub fn with_gradients(self, gradients: GradientType) -> Self {
         Self { shared: Arc::new(Shared { gradients, ..Arc::unwrap_or_clone(self.shared) }) }
+    }
+
+    /// Starts the parameters for which `is_loaded` returns true at zero, because the program loads
+    /// them. Drawing the initial values of a large model takes longer than reading its files. All
+    /// other parameters start as they do without this call.
+    #[must_use]
+    pub fn with_loaded(self, is_loaded: impl Fn(&ParameterEntry) -> bool) -> Self {
+        let mut shared = Arc::unwrap_or_clone(self.shared);
+        let entries = [&mut shared.trained].into_iter().chain(&mut shared.frozen).flat_map(|region| &mut region.entries);
+        entries.for_each(|entry| entry.is_loaded = is_loaded(entry));
+        Self { shared: Arc::new(shared) }
     }
 
     /// The type in which trained weights are stored; see [`ParameterSpec::with_masters`].

@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::Gradients;
-use super::contents::{self, RegionContents, Values};
+use super::contents::{self, RegionContents, Values, WriteRegion};
 use super::frozen::Frozen;
 use super::masters::{LentMasters, Masters};
 use super::matrix::MatrixWeights;
@@ -19,7 +19,7 @@ use crate::initializer::Initializer;
 use crate::non_finite::{NonFinite, are_finite};
 use crate::random::SplitMix64;
 use crate::step::Step;
-use crate::tensor::{Element, Lent, Memory, Shape, Source, Stored, Target, is_finite};
+use crate::tensor::{Lent, Memory, Shape, Source, Stored, Target, is_finite};
 use crate::upload::Transfer;
 use cuda_std::float_mode;
 use half::bf16;
@@ -136,13 +136,13 @@ impl Parameters {
     }
 
     /// Overwrites all trained weights, and other regions of the spec in the same transfer. The
-    /// sources of [`Parameters::regions`] are those of each parameter, in the order of the entries.
+    /// writers are those of [`Parameters::regions`].
     ///
     /// # Panics
-    /// Panics unless there are sources for each region.
+    /// Panics unless there is a writer for each region.
     pub fn overwrite<'r>(
         &mut self,
-        weights: Vec<Vec<&'r [u8]>>,
+        weights: Vec<Box<WriteRegion<'r>>>,
         others: impl IntoIterator<Item = RegionContents<'r>>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
@@ -362,11 +362,7 @@ impl Parameters {
         if let Some(stored) = entry.frozen() {
             return self.frozen.write(entry, stored, values);
         }
-        if <S as Element>::NAME == f32::NAME {
-            return self.masters.write(range.start, bytemuck::cast_slice(values));
-        }
-        let values: Vec<f32> = values.iter().map(|value| value.widen()).collect();
-        self.masters.write(range.start, &values)
+        self.masters.write(range.start, values)
     }
 
     /// Overwrites a matrix of a parameter that is frozen in NF4. `number` is its place among the
@@ -450,7 +446,7 @@ fn nf4_entry<'l>(op: &'static str, spec: &'l ParameterSpec, parameter: Parameter
 }
 
 /// Draws the next elements of a parameter from element `first` on, and writes each as `write`
-/// encodes it. `drawn` is the number of random numbers that the parameters before each one have
+/// encodes it. They are zeros if the program loads the parameter. `drawn` is the number of random numbers that the parameters before each one have
 /// used.
 pub(super) fn draw<const N: usize>(
     entry: &ParameterEntry,
@@ -460,6 +456,9 @@ pub(super) fn draw<const N: usize>(
     place: &mut [[u8; N]],
     write: impl Fn(f32) -> [u8; N],
 ) {
+    if entry.is_loaded {
+        return place.fill(write(0.0));
+    }
     if let Initializer::Constant(constant) = entry.initializer {
         return place.fill(write(constant));
     }

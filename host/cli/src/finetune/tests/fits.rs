@@ -1,12 +1,13 @@
 //! The tables of docs/finetune.md: what fits into 128 GB.
 
 use crate::finetune::cli::Quantize;
-use crate::predict::step::{self, Adapters};
+use crate::predict::step::{self, Adapters, Work};
 use crate::train::cli::Precision;
 use crate::train::model::{Gpt, Mode, TrainingMemory};
 use serde_json::json;
 use stepscope::bf16;
 use stepscope::models::ModelConfig;
+use stepscope_predict::{Forecast, Gpu, Kernels};
 
 /// The sizes of a published model: vocabulary, width, hidden columns, layers, heads of queries and
 /// of keys, columns of a head.
@@ -47,43 +48,70 @@ fn config((_, family, sizes, tied): (&str, &str, Sizes, bool)) -> ModelConfig {
 
 /// The columns of a table: true if a run recomputes, and its contexts per step.
 const COLUMNS: [(bool, usize); 3] = [(false, 1), (true, 1), (true, 8)];
+/// The column for which the table has the predicted tokens per second.
+const PREDICTED: usize = 1;
+const CONTEXT: usize = 2048;
 
-/// Asserts that the page has a row for each model, with the memory of a run of each column.
-fn table_is_computed(
+/// Predicts the tokens per second of a run on a GB10, to two digits, which is more than the
+/// prediction is worth.
+fn tokens_per_second(config: &ModelConfig, memory: TrainingMemory) -> String {
+    let (recompute, contexts) = COLUMNS[PREDICTED];
+    let mode = Mode { recompute, memory, ..Mode::default() };
+    let (gpu, work) = (Gpu::GB10, Work::Gpt { config: Box::new(config.clone()), mode, lora: None });
+    let launches = step::launches(&gpu, &work, Precision::Bf16, contexts).unwrap();
+    let forecast = Forecast::of(&gpu, &Kernels::of(gpu.arch), &launches);
+    let speed = (contexts * CONTEXT) as f64 / forecast.microseconds * 1e6;
+    let unit = 10f64.powf(speed.log10().floor() - 1.0);
+    format!("{:.0}", (speed / unit).round() * unit)
+}
+
+/// Returns the rows that the page lacks: one for each model, with the memory of a run of each
+/// column, and for full fine-tuning the predicted tokens per second of one.
+fn missing_rows(
     models: &[(&str, &str, Sizes, bool)],
     memory: TrainingMemory,
     lora: Option<Adapters>,
     digits: usize,
-) {
+) -> Vec<String> {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/finetune.md");
     let page = std::fs::read_to_string(page).unwrap();
     let mut missing = Vec::new();
     for &named in models {
         let mut config = config(named);
-        config.context = 2048;
+        config.context = CONTEXT;
         let weights = Gpt::<bf16>::new(config.clone(), Mode::default()).unwrap().1.weights();
         let needs = |&(recompute, contexts): &(bool, usize)| {
             let mode = Mode { recompute, memory, ..Mode::default() };
             let bytes = step::memory(&config, mode, lora, Precision::Bf16, contexts).unwrap().total();
             if bytes > MEMORY { "-".to_owned() } else { format!("{:.digits$}", bytes as f64 / GIB) }
         };
-        let cells = COLUMNS.iter().map(needs).collect::<Vec<_>>().join(" | ");
-        let row = format!("| {} | {:.2} | {cells} |", named.0, weights as f64 / 1e9);
+        let mut cells: Vec<String> = COLUMNS.iter().map(needs).collect();
+        if lora.is_none() {
+            let fits = cells[PREDICTED] != "-";
+            cells.push(if fits { tokens_per_second(&config, memory) } else { "-".to_owned() });
+        }
+        let row = format!("| {} | {:.2} | {} |", named.0, weights as f64 / 1e9, cells.join(" | "));
         if !page.contains(&row) {
             missing.push(row);
         }
     }
+    missing
+}
+
+#[track_caller]
+fn assert_none(missing: &[String]) {
     assert!(missing.is_empty(), "docs/finetune.md must have these rows:\n{}", missing.join("\n"));
 }
 
 /// The rows of the tables are what `stepscope predict --config` prints.
 #[test]
 fn tables_of_the_page_are_computed() {
-    table_is_computed(&MODELS, TrainingMemory::Full, None, 1);
+    let mut missing = missing_rows(&MODELS, TrainingMemory::Full, None, 1);
     let models: Vec<_> = MODELS.into_iter().chain(LARGER).take(MODELS.len() + 1).collect();
-    table_is_computed(&models, TrainingMemory::Small, None, 2);
-    table_is_computed(&models, TrainingMemory::Smallest, None, 2);
-    table_is_computed(&models, TrainingMemory::Released, None, 2);
+    for memory in [TrainingMemory::Small, TrainingMemory::Smallest, TrainingMemory::Released] {
+        missing.extend(missing_rows(&models, memory, None, 2));
+    }
+    assert_none(&missing);
 }
 
 /// The rows of the tables of adapters are what `stepscope predict --config --lora` prints, without
@@ -91,7 +119,6 @@ fn tables_of_the_page_are_computed() {
 #[test]
 fn tables_of_adapters_are_computed() {
     let models: Vec<_> = MODELS.into_iter().chain(LARGER).collect();
-    for quantize in [None, Some(Quantize::Nf4)] {
-        table_is_computed(&models, TrainingMemory::Full, Some(Adapters { rank: RANK, quantize }), 2);
-    }
+    let rows = |quantize| missing_rows(&models, TrainingMemory::Full, Some(Adapters { rank: RANK, quantize }), 2);
+    assert_none(&[rows(None), rows(Some(Quantize::Nf4))].concat());
 }

@@ -56,6 +56,7 @@ impl ParameterSpecBuilder {
             number,
             initializer,
             is_table: false,
+            is_loaded: false,
             frozen: None,
             matrices: Vec::new(),
         });
