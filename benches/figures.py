@@ -10,7 +10,8 @@ Some files are not written by a bench:
 - *-gpt-beside-ddp.json has `gpt.seconds_of_updates` and `pytorch.tokens_per_second` by ranks, with
   16 x 1024 tokens each.
 - *-finetune.json has `runs`: case -> `tokens_per_second_of_updates` and the GPU's `bytes`, and
-  `transformers.runs`: case -> runs with `compiled`, `tokens_per_second` and `peak_bytes`.
+  `transformers.runs`: case -> runs with `compiled`, `tokens_per_second`, `peak_bytes`, and the
+  `name` of an optimizer that is not PyTorch's.
 - *-crossasset.json has `runs`: "PRECISION, RANKS" -> `epochs`.
 - *-generate.jsonl has a line for each round: the rates of `stepscope` and of `transformers`.
 """
@@ -199,7 +200,8 @@ def finetune(case, runs):
     text = lambda rate, size: f"{rate:,.0f} ({size / 2**30:.1f} GiB)"
     peers = [peer for file in runs for peer in file.content["transformers"]["runs"].get(case, [])]
     peer = max(peers, key=lambda peer: peer["tokens_per_second"], default=None)
-    theirs = f"{text(peer['tokens_per_second'], peer['peak_bytes'])}, {'compiled' if peer['compiled'] else 'eager'}" if peer else ""
+    how = peer and peer.get("name", "compiled" if peer["compiled"] else "eager")
+    theirs = f"{text(peer['tokens_per_second'], peer['peak_bytes'])}, {how}" if peer else ""
     return text(median(run["tokens_per_second_of_updates"]), run["bytes"]), theirs
 
 

@@ -11,6 +11,7 @@ use stepscope::group::{Group, GroupConfig};
 use stepscope::memory::{MemInfo, ProcessMemory};
 use stepscope::nn::Linear;
 use stepscope::ops;
+use stepscope::parameters::Initializer;
 use stepscope::prelude::*;
 use stepscope::train::Ended;
 

@@ -3,6 +3,7 @@
 use crate::support::points::Points;
 use crate::support::{Random, on_each_device, words};
 use stepscope::nn::Linear;
+use stepscope::ops::LmHeadConfig;
 use stepscope::parameters::{GradientType, MasterType, StateType};
 use stepscope::prelude::*;
 
@@ -23,6 +24,8 @@ enum Uses {
     InAndAfterPart,
     /// Before a recomputed part, and in it.
     BeforeAndInPart,
+    /// Once, and the head is that of a language model, which computes its gradient with the loss.
+    BeforeHead,
 }
 
 /// A model of three layers, and one that no loss depends on.
@@ -46,8 +49,20 @@ impl Model for Chain {
             })?,
             Uses::InAndAfterPart => second.forward(tape, &part(tape, x)?)?,
             Uses::BeforeAndInPart => part(tape, second.forward(tape, &x)?)?,
+            Uses::BeforeHead => return second.forward(tape, &x),
         };
         head.forward(tape, &x)
+    }
+
+    fn loss<'s>(&self, tape: &Tape<'_, 's>, output: &Var<'s>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
+        let labels = batch.indices(1)?;
+        match self.uses {
+            Uses::BeforeHead => {
+                let loss = tape.linear_cross_entropy(output, self.layers[2].weight, labels, LmHeadConfig::default())?;
+                loss * 0.75
+            }
+            _ => tape.cross_entropy(output, labels),
+        }
     }
 }
 
@@ -98,7 +113,7 @@ on_each_device! {
     fn updates_keep_their_bits(device: &Device) {
         let types: [fn(ParameterSpec) -> ParameterSpec; 2] = [|spec| spec, small];
         for stored in types {
-            for uses in [Uses::Twice, Uses::InPart] {
+            for uses in [Uses::Twice, Uses::InPart, Uses::BeforeHead] {
                 let (expected, norms) = train(device, uses, false, stored).unwrap();
                 for captured in [false, true] {
                     let released = |spec| stored(spec).with_gradients(GradientType::Released);

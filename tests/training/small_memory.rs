@@ -5,7 +5,7 @@ use crate::support::{Random, bits, on_each_device, words};
 use std::process::Command;
 use stepscope::memory::ProcessMemory;
 use stepscope::nn::{Linear, RmsNorm};
-use stepscope::ops;
+use stepscope::ops::{self, LmHeadConfig};
 use stepscope::optim::{Sgd, UpdateArguments, UpdateRule};
 use stepscope::parameters::{AnyBuffer, GradientType, Initializer, MasterType, StateType};
 use stepscope::prelude::*;
@@ -229,6 +229,33 @@ on_each_device! {
             let largest = first.abs().max(second.abs());
             assert!((sum - expected).abs() <= expected.abs() / 256.0 + largest * 1e-5, "{sum} {expected}");
             assert_eq!(*sum, round(*sum));
+        }
+    }
+
+    /// The head of a language model gives the memory of its gradient away. The result is the
+    /// gradient in f32, rounded once, whatever the loss is multiplied by.
+    fn head_gradients_are_rounded(device: &Device) {
+        const ROWS: usize = 24;
+        let mut space = arena(device);
+        let (x, labels) = (Random::new(5).normals(ROWS * 16), Random::new(6).belows(ROWS, 40));
+        for factor in [1.0, 0.3] {
+            let mut gradient = |stored: GradientType| {
+                let mut spec = ParameterSpec::builder();
+                let w = spec.add("w", [40, 16], Initializer::fan_in(16));
+                let parameters = Parameters::new(device, &spec.build().unwrap().with_gradients(stored), 7).unwrap();
+                let mut gradients = Gradients::zeros(&parameters).unwrap();
+                space.step(|step| {
+                    let tape = Tape::new(step, &parameters);
+                    let x = tape.input(step.upload(&x, [ROWS, 16])?);
+                    let labels = step.upload_indices(&labels, [ROWS])?;
+                    let loss = tape.linear_cross_entropy(&x, w, labels, LmHeadConfig::default().tied())?;
+                    tape.backward_overwrite(&(loss * factor)?, &mut gradients)
+                }).unwrap();
+                gradients.read(w).unwrap()
+            };
+            let [exact, rounded] = [GradientType::F32, GradientType::Bf16].map(&mut gradient);
+            assert!(exact.iter().any(|&value| value != 0.0));
+            assert_eq!(rounded, exact.iter().map(|&value| bf16::from_f32(value).to_f32()).collect::<Vec<_>>());
         }
     }
 }

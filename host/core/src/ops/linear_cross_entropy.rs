@@ -15,7 +15,7 @@
 
 use super::loss::losses_into;
 use super::reduce::scaled_sum_into;
-use super::{Activation, Gemm, LabelRules, fill_into, gemm_into};
+use super::{Activation, Gemm, LabelRules, fill_into, gemm_into, pieces};
 use crate::error::{Error, Result};
 use crate::indices::{IndexSource, Indices};
 use crate::ops;
@@ -189,6 +189,17 @@ fn extents(op: &'static str, hidden: Shape, w: Shape, labels: Shape, tied: bool)
     }
 }
 
+/// Multiplies a matrix by `factor`, `[1]`, in pieces of rows. Scratch: a piece.
+fn scale_in_place<'s>(step: &Step<'s>, x: &mut Tensor<'s>, factor: &impl Source<'s, f32>) -> Result<()> {
+    let [rows, cols] = x.shape().as_rows();
+    for piece in pieces::pieces(rows, cols * size_of::<f32>(), &[cols]) {
+        let scaled = ops::scale_by(step, &pieces::part(x, &piece), factor)?;
+        ops::copy_into(step, &scaled, &mut pieces::part_mut(x, &piece))?;
+        step.free(scaled);
+    }
+    Ok(())
+}
+
 /// Lends the part of this shape, starting at a row, of an outer step's tensor to the scope `'i`.
 fn part<'b, 'i, 's, T: Element, const N: usize>(
     of: &'b impl Source<'s, T>,
@@ -238,7 +249,9 @@ impl<'s> Tape<'_, 's> {
                 return Err(Error::misuse("linear_cross_entropy", expected, "backward on an evaluation tape"));
             }
             let step = back.step();
-            if let Some(dw) = dw {
+            if let Some(dw) = dw
+                && let Some(dw) = back.adopt_gradient(w, dw, |dw| scale_in_place(step, dw, &dloss))?
+            {
                 let (mut gradient, accumulate) = back.gradient_uninit(w)?;
                 ops::launch::scale_by_into(step, &dw, &dloss, &mut gradient, accumulate)?;
                 step.free(dw);

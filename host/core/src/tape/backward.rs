@@ -242,7 +242,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         for (range, gradient) in std::mem::take(&mut self.held) {
             if spec.indices(&range).all(|index| self.uses.are_over(index)) {
                 let weights = self.parameters.lend_to_pass(step)?.part(range.clone());
-                let lent = Lent::new(gradient.memory(), gradient.shape());
+                let lent = Lent::new(gradient.memory(), [range.len()].into());
                 consumer.consume(step, range, weights, lent)?;
                 step.free(gradient);
             } else {
@@ -431,6 +431,42 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     pub fn gradient_uninit(&mut self, parameter: Parameter) -> Result<(LentMut<'_, 's>, bool)> {
         let ([gradient], [written]) = self.gradients_uninit([parameter])?;
         Ok((gradient, written))
+    }
+
+    /// Makes a tensor of the op, after `finish` has completed it, the memory of a parameter's
+    /// gradient. Returns the tensor unchanged if the gradient has other memory: where gradients are
+    /// stored in f32, or for a parameter that has one already.
+    pub(crate) fn adopt_gradient(
+        &mut self,
+        parameter: Parameter,
+        mut gradient: Tensor<'s>,
+        finish: impl FnOnce(&mut Tensor<'s>) -> Result<()>,
+    ) -> Result<Option<Tensor<'s>>> {
+        let op = self.op;
+        let place = self.parameters.spec().index(parameter).map_err(|error| error.in_op(op))?;
+        if self.written[place] {
+            return Ok(Some(gradient));
+        }
+        self.round()?;
+        match &mut self.gradients {
+            Destination::Stored(gradients) => {
+                let GradientParts::Bf16(parts) = gradients.parts(self.step, [parameter])? else {
+                    return Ok(Some(gradient));
+                };
+                finish(&mut gradient)?;
+                self.unrounded.extend(parts.into_iter().map(|(stored, _)| stored).zip([gradient]));
+            }
+            Destination::Consumed(_) => {
+                let range = self.parameters.spec().entries()[place].range();
+                if !range.len().is_multiple_of(RUN) {
+                    return Ok(Some(gradient));
+                }
+                finish(&mut gradient)?;
+                self.held.push((range, gradient));
+            }
+        }
+        self.written[place] = true;
+        Ok(None)
     }
 
     /// Lends a gradient like [`Backward::gradient_uninit`], or returns `None` for a frozen
