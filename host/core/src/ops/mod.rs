@@ -72,7 +72,7 @@ pub use linear_cross_entropy::{LmHeadConfig, linear_cross_entropy};
 pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};
 pub use matmul::{
     Gemm, GemmElement, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart, TILES, Tile, gemm_into,
-    linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
+    linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul, orthogonalize_assign,
 };
 pub use norm::{rms_norm, rms_norm_residual};
 pub use pointwise::{Term, add, mul, pointwise_op, sub};

@@ -73,7 +73,7 @@ pub struct LentMut<'b, 's, T: Element = f32> {
     brand: Brand<'s>,
 }
 
-impl<T: Element> LentMut<'_, '_, T> {
+impl<'s, T: Element> LentMut<'_, 's, T> {
     pub(crate) fn new(memory: Memory<T>, shape: Shape) -> Self {
         debug_assert_eq!(memory.len(), shape.elements());
         Self { memory, shape, borrow: PhantomData, brand: PhantomData }
@@ -85,6 +85,14 @@ impl<T: Element> LentMut<'_, '_, T> {
     /// Panics if the range exceeds the memory.
     pub fn part(self, range: Range<usize>) -> Self {
         Self::new(self.memory.part(range.start, range.len()), [range.len()].into())
+    }
+
+    /// Lends the part with these elements, flat, while this loan stays.
+    ///
+    /// # Panics
+    /// Panics if the range exceeds the memory.
+    pub fn part_mut(&mut self, range: Range<usize>) -> LentMut<'_, 's, T> {
+        LentMut::new(self.memory.part(range.start, range.len()), [range.len()].into())
     }
 }
 

@@ -14,6 +14,7 @@
 //! | `linear.rs` | the ops |
 //! | `tape.rs` | linear layers on a tape |
 //! | `low_rank.rs` | linear layers with a low-rank addition, on a tape |
+//! | `orthogonalize.rs` | orthogonalized matrices, by products of BF16 tensors |
 //!
 //! Each file uses only those above it.
 
@@ -25,6 +26,7 @@ mod gemm;
 mod linear;
 mod low_rank;
 mod mma;
+mod orthogonalize;
 mod split;
 mod tape;
 mod tf32_wgmma;
@@ -36,3 +38,4 @@ pub use gemm::{BiasGradient, Gemm, Gradient};
 pub use kernels::matmul::{TILES, Tile};
 pub use linear::{gemm_into, gradients_into, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul};
 pub use low_rank::{LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart};
+pub use orthogonalize::orthogonalize_assign;
