@@ -144,7 +144,7 @@ pub mod memory {
 pub mod optim {
     pub use stepscope_train::{
         Decay, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments, UpdateArguments, UpdateRule,
-        UpdateTicket,
+        UpdateTicket, WholeParameter,
     };
 }
 

@@ -70,6 +70,17 @@ impl Slices {
         within.filter(|within| !within.is_empty()).collect()
     }
 
+    /// Divides the region so that each parameter is whole on one rank. `starts` are the parameters'
+    /// first elements, ascending, the first of them zero. A rank has the parameters that start in
+    /// its equal share of the elements, which may be none.
+    pub fn of_whole(starts: &[usize], elements: usize, ranks: usize) -> Vec<Range<usize>> {
+        let place = |rank: usize| {
+            let share = (elements as u128 * rank as u128 / ranks as u128) as usize;
+            starts.iter().copied().find(|&start| start >= share).filter(|_| rank < ranks).unwrap_or(elements)
+        };
+        (0..ranks).map(|rank| place(rank)..place(rank + 1)).collect()
+    }
+
     /// Returns the chunks of a slice.
     pub fn chunks_in(slice: &Range<usize>) -> Range<usize> {
         slice.start / CHUNK..slice.end.div_ceil(CHUNK)
@@ -79,6 +90,21 @@ impl Slices {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn whole_parameters_have_one_rank() {
+        let starts = [0, 64, 640, 704, 4800, 4864];
+        let of = |ranks| Slices::of_whole(&starts, 5120, ranks);
+        assert_eq!(of(1).as_slice(), std::slice::from_ref(&(0..5120)));
+        assert_eq!(of(2), [0..4800, 4800..5120], "the largest parameter begins in the first half");
+        assert_eq!(of(8), [0..640, 640..4800, 4800..4800, 4800..4800, 4800..4800, 4800..4800, 4800..4800, 4800..5120]);
+        for ranks in 1..=64 {
+            let all = of(ranks);
+            assert_eq!((all.len(), all[0].start, all[ranks - 1].end), (ranks, 0, 5120));
+            assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start), "{all:?}");
+            assert!(all.iter().all(|own| starts.contains(&own.start) || own.is_empty()), "{all:?}");
+        }
+    }
 
     #[test]
     fn slices_cover_everything() {

@@ -26,7 +26,7 @@ pub use file_type::FileType;
 pub use loader::Loader;
 pub use optim::{
     AdamW, Decay, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments, UpdateArguments,
-    UpdateRule, UpdateTicket,
+    UpdateRule, UpdateTicket, WholeParameter,
 };
 pub use pretrained::StateDict;
 pub use run_lock::RunLock;

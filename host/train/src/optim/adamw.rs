@@ -104,7 +104,7 @@ impl UpdateRule for AdamW {
     }
 
     fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()> {
-        let UpdateArguments { mut weights, mut copy, gradients, state, settings, groups, squared_norm } = arguments;
+        let UpdateArguments { mut weights, mut copy, gradients, state, settings, groups, squared_norm, .. } = arguments;
         let [mut first, mut second] = expect_state("adamw", self.state(), state)?;
         let (first, second) = (&mut first, &mut second);
         ops::adamw(
@@ -121,7 +121,7 @@ impl UpdateRule for AdamW {
     }
 
     fn queue_small<'s>(&self, step: &Step<'s>, arguments: SmallUpdateArguments<'_, 's>) -> Result<()> {
-        let SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm } = arguments;
+        let SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm, .. } = arguments;
         let moments = expect_state("adamw", self.state(), state)?;
         ops::adamw_small(step, weights, &gradients, moments, &settings, groups.as_ref(), squared_norm)
     }

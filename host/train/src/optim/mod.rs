@@ -20,7 +20,7 @@ mod update;
 pub use adamw::AdamW;
 pub use optimizer::Optimizer;
 pub use parameter_groups::{ParameterGroup, ParameterGroups};
-pub use rule::{SmallUpdateArguments, UpdateArguments, UpdateRule};
+pub use rule::{SmallUpdateArguments, UpdateArguments, UpdateRule, WholeParameter};
 pub use schedule::{Decay, Schedule};
 pub use sgd::Sgd;
 pub(crate) use state::State;

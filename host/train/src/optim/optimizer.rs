@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::parameter_groups::{ParameterGroup, ParameterGroups};
-use super::rule::{SmallUpdateArguments, UpdateArguments, UpdateRule};
+use super::rule::{SmallUpdateArguments, UpdateArguments, UpdateRule, WholeParameter};
 use super::state::State;
 use super::ticket::{UpdateTicket, Updates};
 use cuda_std::float_mode;
@@ -17,8 +17,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use stepscope_core::internals::{Memory, is_finite, watch_launches};
 use stepscope_core::{
-    AnyBuffer, Buffer, Error, GradientConsumer, GradientType, Gradients, Lent, LentMasters, LentState, ParameterEntry,
-    ParameterSpec, Parameters, Phase, Result, Source, Step, Tape, Tensor, Var, ops,
+    AnyBuffer, Buffer, Error, GradientConsumer, GradientType, Gradients, Lent, LentMasters, LentState, ParameterSpec,
+    Parameters, Phase, Result, Source, Step, Tape, Tensor, Var, ops,
 };
 
 /// An optimizer that updates weights by a rule `R` and keeps the rule's state on the device.
@@ -28,7 +28,10 @@ pub struct Optimizer<R: ?Sized> {
     spec: ParameterSpec,
     updates: Arc<Updates>,
     groups: Vec<ParameterGroup>,
-    /// The group of each run of elements, if there are several groups.
+    /// The group of each parameter.
+    group_of: Vec<u32>,
+    /// The group of each run of elements, if there are several groups and the rule does not need
+    /// whole parameters.
     runs: Option<Buffer<u32>>,
     /// The settings of the prepared update, by group.
     settings: Buffer<f32>,
@@ -49,6 +52,7 @@ struct Declared {
     state: &'static [&'static str],
     has_groups: bool,
     writes_copy: bool,
+    needs_whole_parameters: bool,
 }
 
 impl Declared {
@@ -64,7 +68,8 @@ impl Declared {
             let expected = "a name for the rule, and a different name for each part of its state";
             return Err(Error::misuse("optimizer", expected, format!("`{name}` with the state {state:?}")));
         }
-        Ok(Self { name, state, has_groups: rule.has_groups(), writes_copy: rule.writes_copy() })
+        let (has_groups, writes_copy) = (rule.has_groups(), rule.writes_copy());
+        Ok(Self { name, state, has_groups, writes_copy, needs_whole_parameters: rule.needs_whole_parameters() })
     }
 }
 
@@ -72,12 +77,17 @@ impl<R: UpdateRule> Optimizer<R> {
     /// Makes an optimizer for `parameters` that has made no update.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a setting out of range. [`Error::DeviceMemory`] when the device has no
-    /// room for the state.
+    /// [`Error::Misuse`] for a setting out of range, and for gradients in BF16 with a rule that
+    /// needs whole parameters. [`Error::DeviceMemory`] when the device has no room for the state.
     pub fn new(parameters: &Parameters, rule: R) -> Result<Self> {
         rule.check()?;
         let declared = Declared::of(&rule)?;
         let (device, spec) = (parameters.device(), parameters.spec().clone());
+        if declared.needs_whole_parameters && spec.gradients() == GradientType::Bf16 {
+            let expected = "gradients in f32, because the rule updates whole parameters: leave out \
+                            `ParameterSpec::with_gradients`";
+            return Err(Error::misuse(declared.name, expected, "gradients in BF16"));
+        }
         let groups = vec![ParameterGroup::default()];
         let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
         let zeros = |_| State::zeros(device, spec.state(), spec.elements());
@@ -86,7 +96,8 @@ impl<R: UpdateRule> Optimizer<R> {
         let slices = std::iter::once(0..spec.elements()).collect();
         let is_released = spec.gradients() == GradientType::Released;
         let released_norm = is_released.then(|| Buffer::zeros(device, 1)).transpose()?;
-        Ok(Self { spec, updates, groups, runs: None, settings, state, released_norm, slices, declared, rule })
+        let group_of = vec![0; spec.entries().len()];
+        Ok(Self { spec, updates, groups, group_of, runs: None, settings, state, released_norm, slices, declared, rule })
     }
 
     /// Sets rates and weight decay by parameter group, replacing any previous groups. The number of
@@ -108,11 +119,15 @@ impl<R: UpdateRule> Optimizer<R> {
         }
         let device = self.settings.device();
         let settings = Buffer::from_slice(device, &settings_of(&self.rule, 1, &groups)?)?;
-        let runs = if groups.len() > 1 { Some(Buffer::from_slice(device, &runs)?) } else { None };
+        let group_of = self.spec.entries().iter().map(|entry| runs[entry.start() / RUN]).collect();
+        let runs = match groups.len() > 1 && !self.declared.needs_whole_parameters {
+            true => Some(Buffer::from_slice(device, &runs)?),
+            false => None,
+        };
         // Captured steps require the previous updates, which are never prepared again.
         self.updates.retire();
         let updates = Arc::new(Updates::new(name, self.updates.made()));
-        Ok(Self { groups, runs, settings, updates, ..self })
+        Ok(Self { groups, group_of, runs, settings, updates, ..self })
     }
 
     /// The rule.
@@ -153,8 +168,8 @@ impl<R: UpdateRule> Optimizer<R> {
     }
 
     /// Queues the update that [`Optimizer::advance`] has prepared: the squared norm of all
-    /// gradients, then the rule's launches. For the library's rules this is one launch over all
-    /// weights. `ticket` is the one that `advance` returned, or [`UpdateTicket::each_replay`] in a
+    /// gradients, then the rule's launches. For AdamW and SGD this is one launch over all weights.
+    /// `ticket` is the one that `advance` returned, or [`UpdateTicket::each_replay`] in a
     /// captured step. A dry run makes no update but consumes the ticket.
     ///
     /// This does not check that the norm is finite. If clipping is on, an infinite norm makes the
@@ -286,12 +301,22 @@ impl<R: UpdateRule> Optimizer<R> {
         };
         let promised = Promised { copy, groups: groups.as_ref().map(Source::memory) };
         let is_small = state.iter().any(|state| matches!(state, LentState::Bits8(_)));
+        let entries = self.spec.entries().iter().zip(&self.group_of);
+        let own = entries.filter(|(entry, _)| slice.contains(&entry.start()));
+        let own = own.filter(|_| self.declared.needs_whole_parameters);
+        let parameters = own.map(|(entry, &group)| {
+            let elements = entry.start() - slice.start..entry.range().end - slice.start;
+            WholeParameter { entry, elements, group: group as usize }
+        });
         let (queued, extents) = watch_launches(step, || match weights {
             LentMasters::F32 { weights, copy } if !is_small => {
                 let in_f32 = |state| if let LentState::F32(state) = state { Some(state) } else { None };
                 let state = state.into_iter().filter_map(in_f32).collect();
-                let arguments = UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm };
-                self.rule.queue(step, arguments)
+                let parameters = parameters.collect();
+                self.rule.queue(
+                    step,
+                    UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm, parameters },
+                )
             }
             weights => {
                 let arguments = SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm };
@@ -409,21 +434,25 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
     }
 
     /// Returns the names and values of everything that the next updates depend on except the state.
-    /// `None` if the rule does not provide its own. Waits.
-    pub(crate) fn configuration(&self) -> Result<Option<Vec<(String, String)>>> {
-        let Some(of_rule) = self.rule.configuration() else { return Ok(None) };
+    /// `None` if the rule does not provide its own.
+    pub(crate) fn configuration(&self) -> Option<Vec<(String, String)>> {
+        let of_rule = self.rule.configuration()?;
         let mut all = vec![("optimizer".to_owned(), self.name().to_owned())];
         all.extend(of_rule.into_iter().map(|(name, value)| (format!("optimizer.{name}"), value)));
         all.push(("optimizer's state".into(), format!("{:?}", self.declared.state)));
-        let runs = self.runs.as_ref().map(Buffer::read).transpose()?.unwrap_or_default();
-        let group_of = |entry: &ParameterEntry| runs.get(entry.start() / RUN).map_or(0, |&group| group as usize);
         for (number, ParameterGroup { rate, weight_decay }) in self.groups.iter().enumerate() {
-            let entries = self.spec.entries().iter().filter(|entry| group_of(entry) == number);
-            let names: Vec<&str> = entries.map(ParameterEntry::name).collect();
+            let entries = self.spec.entries().iter().zip(&self.group_of);
+            let own = entries.filter(|&(_, &group)| group as usize == number);
+            let names: Vec<&str> = own.map(|(entry, _)| entry.name()).collect();
             let value = format!("rate {rate:?}, weight decay {weight_decay:?}, {} parameters: {names:?}", names.len());
             all.push((format!("parameter group {number}"), value));
         }
-        Ok(Some(all))
+        Some(all)
+    }
+
+    /// True if the rule updates whole parameters.
+    pub(crate) fn needs_whole_parameters(&self) -> bool {
+        self.declared.needs_whole_parameters
     }
 
     /// The number of updates made so far, queued by [`Optimizer::apply`] or by a replay.

@@ -9,7 +9,8 @@
 
 use super::parameter_groups::ParameterGroup;
 use half::bf16;
-use stepscope_core::{Error, Lent, LentMasters, LentMut, LentState, Result, Step, Tensor};
+use std::ops::Range;
+use stepscope_core::{Error, Lent, LentMasters, LentMut, LentState, ParameterEntry, Result, Step, Tensor};
 
 /// A rule by which an optimizer updates weights, with its settings: [`AdamW`](crate::AdamW),
 /// [`Sgd`](crate::Sgd), or a struct of yours. [`Optimizer`](crate::Optimizer) does the rest.
@@ -62,7 +63,7 @@ use stepscope_core::{Error, Lent, LentMasters, LentMut, LentState, Result, Step,
 /// ```
 pub trait UpdateRule: 'static {
     /// The rule's name in errors and in checkpoints, such as `adamw`. An optimizer calls this,
-    /// `state`, `has_groups` and `writes_copy` once, when it is made.
+    /// `state`, `has_groups`, `writes_copy` and `needs_whole_parameters` once, when it is made.
     fn name(&self) -> &'static str;
 
     /// Checks the settings.
@@ -80,8 +81,9 @@ pub trait UpdateRule: 'static {
         &[]
     }
 
-    /// True if [`UpdateRule::queue`] uses [`UpdateArguments::groups`]. If false, there is only one
-    /// group. If true and no launch reads the groups, the update is [`Error::Misuse`].
+    /// True if [`UpdateRule::queue`] uses [`UpdateArguments::groups`], or
+    /// [`WholeParameter::group`]. If false, there is only one group. If true and no launch reads
+    /// the groups that were given, the update is [`Error::Misuse`].
     fn has_groups(&self) -> bool {
         false
     }
@@ -90,6 +92,14 @@ pub trait UpdateRule: 'static {
     /// no copy, and [`Optimizer`](crate::Optimizer) queues another launch that rounds all weights.
     /// If true and a part is not written, the update is [`Error::Misuse`].
     fn writes_copy(&self) -> bool {
+        false
+    }
+
+    /// True if [`UpdateRule::queue`] uses [`UpdateArguments::parameters`], because it updates a
+    /// parameter as a whole. In a group of several ranks, each rank then updates whole parameters.
+    /// Such an update may use matrix instructions, so ranks compare their compute capability.
+    /// Gradients in BF16, which are updated in pieces, are refused.
+    fn needs_whole_parameters(&self) -> bool {
         false
     }
 
@@ -111,7 +121,8 @@ pub trait UpdateRule: 'static {
 
     /// Queues an update. It must do the same each time: in a captured step it is called once and
     /// replayed for each update. In a group of several ranks it is called for each slice of the
-    /// weights that its rank updates.
+    /// weights that its rank updates, which has whole parameters only if
+    /// [`UpdateRule::needs_whole_parameters`] is true.
     #[track_caller]
     fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()>;
 
@@ -163,11 +174,28 @@ pub struct UpdateArguments<'b, 's> {
     /// The settings of the update: `[settings]`, or `[groups, settings]` if there are several
     /// groups.
     pub settings: Lent<'b, 's>,
-    /// The group of each run of 64 elements, if there are several groups.
+    /// The group of each run of 64 elements, if there are several groups. A rule that needs whole
+    /// parameters finds it in [`WholeParameter::group`] instead.
     pub groups: Option<Lent<'b, 's, u32>>,
     /// The squared L2 norm of all gradients together, `[1]`.
     /// [`ops::clip_factor`](stepscope_core::ops::clip_factor) turns it into the clipping factor.
     pub squared_norm: &'b Tensor<'s>,
+    /// The parameters in these regions, ascending, if [`UpdateRule::needs_whole_parameters`] is
+    /// true.
+    pub parameters: Vec<WholeParameter<'b>>,
+}
+
+/// A parameter that is whole in the regions of an update.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct WholeParameter<'b> {
+    /// Its name and shape.
+    pub entry: &'b ParameterEntry,
+    /// The indices of its elements in the regions. The first is a multiple of 64, and zeros follow
+    /// the last up to the next parameter.
+    pub elements: Range<usize>,
+    /// The number of its group, which is a row of the settings.
+    pub group: usize,
 }
 
 /// Returns the parts of a rule's state. A wrapping rule may have passed them on.

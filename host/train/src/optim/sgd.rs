@@ -100,14 +100,14 @@ impl UpdateRule for Sgd {
     }
 
     fn queue<'s>(&self, step: &Step<'s>, arguments: UpdateArguments<'_, 's>) -> Result<()> {
-        let UpdateArguments { mut weights, mut copy, gradients, state, settings, groups, squared_norm } = arguments;
+        let UpdateArguments { mut weights, mut copy, gradients, state, settings, groups, squared_norm, .. } = arguments;
         let [mut velocity] = expect_state("sgd", self.state(), state)?;
         let velocity = &mut velocity;
         ops::sgd(step, &mut weights, copy.as_mut(), &gradients, velocity, &settings, groups.as_ref(), squared_norm)
     }
 
     fn queue_small<'s>(&self, step: &Step<'s>, arguments: SmallUpdateArguments<'_, 's>) -> Result<()> {
-        let SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm } = arguments;
+        let SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm, .. } = arguments;
         let [velocity] = expect_state("sgd", self.state(), state)?;
         ops::sgd_small(step, weights, &gradients, velocity, &settings, groups.as_ref(), squared_norm)
     }

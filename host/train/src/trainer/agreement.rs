@@ -28,7 +28,7 @@ impl WeightSettings {
 }
 
 /// Returns the settings of the parameters and the optimizer of a group of several ranks, without
-/// the weights themselves. Waits for the device.
+/// the weights themselves.
 pub(super) fn of_optimizer<R: UpdateRule>(
     shards: usize,
     parameters: &Parameters,
@@ -49,7 +49,7 @@ pub(super) fn of_optimizer<R: UpdateRule>(
     settings.add("type of gradients", format!("{:?}", spec.gradients()));
     settings.add("BF16 copy of the weights", parameters.bf16_copy().is_some().to_string());
     settings.add("updates made", optimizer.updates().to_string());
-    let Some(configuration) = optimizer.configuration()? else {
+    let Some(configuration) = optimizer.configuration() else {
         let expected = "a rule whose settings the ranks of a group can compare: implement \
                         `UpdateRule::configuration`";
         return Err(Error::misuse(optimizer.name(), expected, "none"));

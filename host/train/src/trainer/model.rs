@@ -287,11 +287,13 @@ impl<M, R: UpdateRule> TrainState<M, R> {
     }
 
     /// Returns ten times the compute capability, if it decides bits of the weights by the rule of
-    /// its matrix instructions: only f32 multiplies have the same bits with each. The emulator has
-    /// the rule of 9.0.
+    /// its matrix instructions: only f32 multiplies have the same bits with each. A rule that needs
+    /// whole parameters may multiply them. The emulator has the rule of 9.0.
     pub(super) fn deciding_capability(&self) -> Option<u32> {
         let device = self.parameters.device();
-        let decides = self.precision != Precision::F32 || self.parameters.bf16_copy().is_some();
+        let decides = self.precision != Precision::F32
+            || self.parameters.bf16_copy().is_some()
+            || self.optimizer.needs_whole_parameters();
         decides.then(|| device.description().capability.unwrap_or(90))
     }
 

@@ -13,9 +13,13 @@
 //! starts as soon as the last shard's backward pass is done with it. It then travels concurrently
 //! with the rest of the pass. Otherwise the buckets travel after it.
 //!
+//! A rule that needs whole parameters has other slices for its update, which begin with a
+//! parameter. Each rank then also receives the sums of its own parameters from the ranks that have
+//! computed them.
+//!
 //! Invariant: the tree is defined over the shards, so the bits equal those of one rank that owns
 //! all shards. No kernel sums across the boundary of a shard, of a norm's chunk or of an update's
-//! element.
+//! element. If the rule needs whole parameters, its sums are within a parameter.
 
 use super::agreement;
 use super::model::TrainState;
@@ -46,6 +50,8 @@ pub(super) struct Shards {
     group: Group,
     shards: usize,
     slices: Slices,
+    /// The elements that each rank updates: its slices, or whole parameters.
+    updated: Vec<Vec<Range<usize>>>,
     /// The sums of 1, 2, 4, .. shards that wait for their neighbors.
     waiting: Vec<Buffer<f32>>,
     among: Option<PeerBuffers>,
@@ -89,7 +95,9 @@ impl<M, R: UpdateRule> TrainState<M, R> {
     /// its parts as without a group. One binary tree then sums the shards.
     ///
     /// The optimizer's rule sees only this rank's slices, one after another, so it must update each
-    /// weight from only its own gradient and state. [`TrainState::gradients`] holds the sums in
+    /// weight from only its own gradient and state. A rule that
+    /// [needs whole parameters](UpdateRule::needs_whole_parameters) sees those of this rank instead.
+    /// [`TrainState::gradients`] holds the sums in
     /// this rank's slices, and unspecified values elsewhere unless
     /// [`Trainer::accumulate`](super::Trainer::accumulate) computed them. After an error on any
     /// rank, all ranks end. Resume from a checkpoint, with any number of ranks.
@@ -143,26 +151,34 @@ impl Shards {
             let expected = "gradients in f32, which a group exchanges: leave out `ParameterSpec::with_gradients`";
             return Err(Error::misuse("in_group", expected, format!("{:?}", parameters.spec().gradients())));
         }
-        let starts = parameters.spec().entries().iter().map(ParameterEntry::start);
-        let slices = Slices::new(starts, elements, ranks);
+        let starts: Vec<usize> = parameters.spec().entries().iter().map(ParameterEntry::start).collect();
+        let slices = Slices::new(starts.iter().copied(), elements, ranks);
+        let updated: Vec<Vec<Range<usize>>> = match optimizer.needs_whole_parameters() {
+            false => (0..ranks).map(|rank| slices.of(rank)).collect(),
+            true => {
+                let whole = Slices::of_whole(&starts, elements, ranks).into_iter();
+                whole.map(|own| if own.is_empty() { Vec::new() } else { vec![own] }).collect()
+            }
+        };
         let own = shards / ranks;
         let waiting = (0..own.ilog2()).map(|_| Buffer::zeros(device, elements)).collect::<Result<_>>()?;
         let among = if ranks == 1 {
             None
         } else {
-            optimizer.keep(slices.of(rank))?;
+            optimizer.keep(updated[rank].clone())?;
             let of_bucket = |bucket| Buffer::zeros(device, ranks * slices.pitch(bucket));
             let parts = (0..slices.buckets().len()).map(of_bucket).collect::<Result<_>>()?;
             Some(PeerBuffers { parts, norms: Buffer::zeros(device, slices.chunks())?, travelling: 0 })
         };
-        Ok(Self { group, shards, slices, waiting, among, state, agreed: AtomicBool::new(ranks == 1) })
+        let agreed = AtomicBool::new(ranks == 1);
+        Ok(Self { group, shards, slices, updated, waiting, among, state, agreed })
     }
 
     /// Returns an error unless these shards were made for these parameters and this optimizer.
     fn check<R: UpdateRule>(&self, parameters: &Parameters, optimizer: &Optimizer<R>) -> Result<()> {
         let all = 0..self.slices.elements();
         let fits = match &self.among {
-            Some(_) => optimizer.slices() == self.slices.of(self.group.rank()),
+            Some(_) => optimizer.slices() == self.updated[self.group.rank()],
             None => optimizer.slices() == std::slice::from_ref(&all),
         };
         if parameters.spec().elements() == all.end && fits {
@@ -234,7 +250,7 @@ impl Shards {
 
     /// Gathers one part of the optimizer's state from all slices.
     fn whole(&self, parameters: &Parameters, state: &State) -> Result<State> {
-        let Self { group, slices, .. } = self;
+        let Self { group, slices, updated, .. } = self;
         let (ranks, stored, mut start) = (0..group.ranks(), parameters.spec().state(), 0);
         let whole = State::zeros(parameters.device(), stored, slices.elements())?;
         let part = |memory: Memory<f32>, elements: Range<usize>| {
@@ -245,17 +261,37 @@ impl Shards {
             start += slice.len();
             part(state.buffer().words(), start - slice.len()..start)
         };
-        let own: Vec<_> = slices.of(group.rank()).into_iter().map(of_slice).collect();
+        let own: Vec<_> = updated[group.rank()].iter().cloned().map(of_slice).collect();
         let sends: Vec<_> = ranks.clone().flat_map(|to| own.iter().map(move |&part| (to, part))).collect();
         let place = |from: usize, slice: Range<usize>| (from, part(whole.buffer().words(), slice));
-        let of_rank = |from: usize| slices.of(from).into_iter().map(move |slice| place(from, slice));
+        let of_rank = |from: usize| updated[from].iter().cloned().map(move |slice| place(from, slice));
         let receives: Vec<_> = ranks.flat_map(of_rank).collect();
         // SAFETY: the state and the new buffer are freed in stream order.
         unsafe { group.exchange(&sends, &receives)? };
         Ok(whole)
     }
 
-    /// Gathers the weights from all slices, each region in which they are stored.
+    /// Sends the sums of the gradients in this rank's slices to the other ranks that update them,
+    /// if there are any.
+    fn send_sums(&self, gradients: &Gradients) -> Result<()> {
+        let Self { group, slices, updated, .. } = self;
+        let (own, flat) = (group.rank(), gradients.flat()?.memory());
+        let sums = |of: usize, to: usize| {
+            let within = updated[to].iter().flat_map(move |updated| slices.within(updated, of));
+            within.map(|sums| flat.part(sums.start, sums.len()))
+        };
+        let others = || (0..group.ranks()).filter(|&rank| rank != own);
+        let sends: Vec<_> = others().flat_map(|to| sums(own, to).map(move |part| (to, part))).collect();
+        let receives: Vec<_> = others().flat_map(|from| sums(from, own).map(move |part| (from, part))).collect();
+        if sends.is_empty() && receives.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the gradients are a buffer of this train state, which a device frees in stream
+        // order.
+        unsafe { group.exchange(&sends, &receives) }
+    }
+
+    /// Gathers the weights from all ranks that updated them, each region in which they are stored.
     fn gather_weights(&self, parameters: &Parameters) -> Result<()> {
         let runs = self.slices.elements() / RUN;
         parameters.regions().into_iter().try_for_each(|region| {
@@ -265,7 +301,7 @@ impl Shards {
             let place = |slice: Range<usize>| slice.start / RUN * run_words..slice.end / RUN * run_words;
             // SAFETY: the weights are buffers of this train state, which a device frees in stream
             // order.
-            unsafe { self.group.gather(words, |rank| self.slices.of(rank).into_iter().map(place).collect()) }
+            unsafe { self.group.gather(words, |rank| self.updated[rank].iter().cloned().map(place).collect()) }
         })
     }
 }
@@ -394,11 +430,12 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         // stream order.
         unsafe {
             group.gather(norms.memory(), |rank| slices.of(rank).iter().map(Slices::chunks_in).collect())?;
-            wanted.map_or(Ok(()), |wanted| group.gather(flat, |rank| slices.within(&wanted, rank)))
+            wanted.map_or(Ok(()), |wanted| group.gather(flat, |rank| slices.within(&wanted, rank)))?;
         }
+        self.send_sums(gradients)
     }
 
-    /// Each rank updates its own slices, and all gather the weights.
+    /// Each rank updates its own slices or parameters, and all gather the weights.
     fn update(
         &self,
         arena: &mut Arena,
