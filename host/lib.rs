@@ -140,10 +140,10 @@ pub mod memory {
     };
 }
 
-/// Settings of optimizers, the optimizer SGD, and own update rules.
+/// Settings of optimizers, the optimizers SGD and Muon, and own update rules.
 pub mod optim {
     pub use stepscope_train::{
-        Decay, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments, UpdateArguments, UpdateRule,
+        Decay, Muon, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments, UpdateArguments, UpdateRule,
         UpdateTicket, WholeParameter,
     };
 }

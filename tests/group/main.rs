@@ -12,3 +12,4 @@ mod group_faults;
 mod longest_deadline;
 mod overlap;
 mod ranks;
+mod whole_parameters;

@@ -15,6 +15,7 @@ mod files;
 mod finite_settings;
 mod float_mode;
 mod frozen;
+mod muon;
 mod nn;
 mod params;
 mod released;

@@ -25,8 +25,8 @@ pub use checkpoint::Checkpoint;
 pub use file_type::FileType;
 pub use loader::Loader;
 pub use optim::{
-    AdamW, Decay, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments, UpdateArguments,
-    UpdateRule, UpdateTicket, WholeParameter,
+    AdamW, Decay, Muon, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments,
+    UpdateArguments, UpdateRule, UpdateTicket, WholeParameter,
 };
 pub use pretrained::StateDict;
 pub use run_lock::RunLock;

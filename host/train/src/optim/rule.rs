@@ -198,6 +198,22 @@ pub struct WholeParameter<'b> {
     pub group: usize,
 }
 
+impl<'s> UpdateArguments<'_, 's> {
+    /// Lends the regions' elements in this range, without their groups and parameters.
+    pub(super) fn part(&mut self, elements: Range<usize>) -> UpdateArguments<'_, 's> {
+        UpdateArguments {
+            weights: self.weights.part_mut(elements.clone()),
+            copy: self.copy.as_mut().map(|copy| copy.part_mut(elements.clone())),
+            gradients: self.gradients.part(elements.clone()),
+            state: self.state.iter_mut().map(|state| state.part_mut(elements.clone())).collect(),
+            settings: self.settings,
+            groups: None,
+            squared_norm: self.squared_norm,
+            parameters: Vec::new(),
+        }
+    }
+}
+
 /// Returns the parts of a rule's state. A wrapping rule may have passed them on.
 ///
 /// # Errors
