@@ -19,6 +19,7 @@ use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
 use crate::run::folder::ModelFolder;
 use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
+use crate::run::rule::Rule;
 use crate::run::updates::{Trained, Updates};
 use crate::run::{self, settings};
 use crate::train::bad_input::{Outcome, bad, for_users};
@@ -165,7 +166,7 @@ impl<'r> Plan<'r> {
     }
 
     /// Creates the model with its initial weights, and the optimizer.
-    pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>>> {
+    pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>, Rule>> {
         let (model, spec) = self.model::<S>()?;
         let config = AdamW {
             learning_rate: self.args.learning_rate(),
@@ -174,7 +175,7 @@ impl<'r> Plan<'r> {
             schedule: self.args.schedule(self.total()),
             ..AdamW::default()
         };
-        let mut state = self.args.run.state(device, model, &spec, config)?;
+        let mut state = self.args.run.state(device, model, &spec, Rule::AdamW(config))?;
         self.load_weights(&mut state.parameters)?;
         match &self.lora {
             Some(lora) if lora.dropout > 0.0 => Ok(state.with_dropout(self.args.run.seed)?),
@@ -197,7 +198,7 @@ impl<'r> Plan<'r> {
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
     pub(crate) fn train<S: Activation>(
         &self,
-        trainer: &mut Trainer<'_, Gpt<S>>,
+        trainer: &mut Trainer<'_, Gpt<S>, Rule>,
         leads: bool,
     ) -> Outcome<Option<Trained>> {
         let Args { batch, ref out, patience, ref resume, .. } = *self.args;
@@ -268,8 +269,8 @@ impl<'r> Plan<'r> {
     pub(crate) fn trainer<'a, S: Activation>(
         &self,
         arena: &'a mut Arena,
-        state: TrainState<Gpt<S>>,
-    ) -> Result<Trainer<'a, Gpt<S>>> {
+        state: TrainState<Gpt<S>, Rule>,
+    ) -> Result<Trainer<'a, Gpt<S>, Rule>> {
         self.args.run.trainer(arena, state, &self.blank(self.args.batch))
     }
 

@@ -10,6 +10,7 @@ use std::time::Duration;
 use clap::builder::RangedU64ValueParser;
 use stepscope::device::{DeviceBuilder, MatrixInstruction};
 use stepscope::group::{Group, GroupConfig};
+use stepscope::optim::UpdateRule;
 use stepscope::{Device, DeviceKind, Result, TrainState};
 
 use super::settings::Settings;
@@ -100,7 +101,11 @@ impl Rank {
     }
 
     /// Makes the train state a member of the group.
-    pub fn in_group<M>(&self, group: Option<&Group>, state: TrainState<M>) -> Result<TrainState<M>> {
+    pub fn in_group<M, R: UpdateRule>(
+        &self,
+        group: Option<&Group>,
+        state: TrainState<M, R>,
+    ) -> Result<TrainState<M, R>> {
         match group {
             Some(group) => state.in_group(group, self.shards),
             None => Ok(state),

@@ -3,9 +3,10 @@
 use clap::Args;
 use stepscope::device::MatrixInstruction;
 use stepscope::ops::Activation;
-use stepscope::{AdamW, Arena, Device, DeviceKind, HostBatch, ParameterSpec, Result, TrainState, Trainer};
+use stepscope::{Arena, Device, DeviceKind, HostBatch, ParameterSpec, Result, TrainState, Trainer};
 
 use crate::program::ranks::RankArgs;
+use crate::run::rule::Rule;
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::{Precision, bytes, up_to};
 use crate::train::model::{Gpt, TrainingMemory};
@@ -98,10 +99,10 @@ impl RunArgs {
         device: &Device,
         model: Gpt<S>,
         spec: &ParameterSpec,
-        config: AdamW,
-    ) -> Result<TrainState<Gpt<S>>> {
+        rule: Rule,
+    ) -> Result<TrainState<Gpt<S>, Rule>> {
         let groups = model.groups(spec);
-        let state = TrainState::new(device, model, spec, self.seed, config)?.with_parameter_groups(&groups)?;
+        let state = TrainState::new(device, model, spec, self.seed, rule)?.with_parameter_groups(&groups)?;
         Ok(state.with_precision(self.precision.of_f32()))
     }
 
@@ -110,9 +111,9 @@ impl RunArgs {
     pub(crate) fn trainer<'a, S: Activation>(
         &self,
         arena: &'a mut Arena,
-        state: TrainState<Gpt<S>>,
+        state: TrainState<Gpt<S>, Rule>,
         largest: &impl HostBatch,
-    ) -> Result<Trainer<'a, Gpt<S>>> {
+    ) -> Result<Trainer<'a, Gpt<S>, Rule>> {
         match self.eager {
             true => Ok(Trainer::eager(arena, state)),
             false => Trainer::captured(arena, state, largest),

@@ -7,11 +7,12 @@ use std::fmt;
 use std::ops::Range;
 
 use stepscope::memory::HostMemory;
+use stepscope::optim::UpdateRule;
 use stepscope::parameters::{FrozenType, GradientConsumer, GradientType, LentMasters, MasterType};
 use stepscope::tensor::{Element, Lent};
 use stepscope::{
-    AdamW, Arena, Capacity, Device, HostBatch, HostInputs, Model, ParameterSpec, Parameters, Result, Step, Tape,
-    TrainState, bf16, ops,
+    AdamW, Arena, Capacity, Device, Gradients, HostBatch, HostInputs, Model, Optimizer, ParameterSpec, Parameters,
+    Result, Step, Tape, TrainState, bf16, ops,
 };
 
 use crate::program::ranks::Rank;
@@ -82,6 +83,19 @@ impl RunMemory {
             group: 0,
             ranks: 1,
         })
+    }
+
+    /// Adds the memory of an update by a rule that needs more than the norm of the gradients.
+    pub(crate) fn with_update(self, device: &Device, spec: &ParameterSpec, rule: impl UpdateRule) -> Result<Self> {
+        let small = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
+        let measured = small.measure(|step| {
+            let mut weights = Parameters::new(step.device(), spec, 0)?;
+            let gradients = Gradients::zeros(&weights)?;
+            let mut optimizer = Optimizer::new(&weights, rule)?;
+            let ticket = optimizer.advance()?;
+            optimizer.apply(ticket, step, &mut weights, &gradients)
+        })?;
+        Ok(Self { steps: self.steps + measured.high_water_bytes() as u64, ..self })
     }
 
     /// Computes the needs of a text that is written with loaded weights, whose step takes `steps`

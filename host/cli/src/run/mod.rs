@@ -23,6 +23,7 @@ pub(crate) mod gpu;
 pub(crate) mod logs;
 pub(crate) mod memory;
 pub(crate) mod report;
+pub(crate) mod rule;
 pub(crate) mod settings;
 pub(crate) mod updates;
 

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use stepscope::files::replace_file;
+use stepscope::optim::UpdateRule;
 use stepscope::parameters::ParameterEntry;
 use stepscope::{Device, Parameters, Result, Trainer, ops};
 use stepscope_predict::Gpu;
@@ -70,7 +71,7 @@ pub(crate) struct Evaluation {
 /// Device memory in bytes.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Bytes {
-    /// Weights, their BF16 copy, gradients, and AdamW's state.
+    /// Weights, their BF16 copy, gradients, and the optimizer's state.
     pub(crate) weights: usize,
     /// The step arena and the memory of captured steps.
     pub(crate) steps: usize,
@@ -79,9 +80,9 @@ pub(crate) struct Bytes {
 impl<D: Serialize> Report<D> {
     /// Returns the report of a finished run of these ranks, of `tokens` per update, whose final
     /// weights are exported.
-    pub(crate) fn of<M>(
+    pub(crate) fn of<M, R: UpdateRule>(
         device: &Device,
-        trainer: &mut Trainer<'_, M>,
+        trainer: &mut Trainer<'_, M, R>,
         data: D,
         trained: Trained,
         tokens: usize,

@@ -21,6 +21,7 @@ use crate::run::best::Best;
 use crate::run::gpu::GpuWatch;
 use crate::run::logs::{Line, Logs};
 use crate::run::report::{Evaluation, Position};
+use crate::run::rule::Rule;
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::model::Gpt;
 
@@ -82,7 +83,7 @@ impl Updates<'_> {
     /// makes the batches after this many samples.
     pub(crate) fn run<S: Activation, B: TokenBatch + Send + 'static>(
         &self,
-        trainer: &mut Trainer<'_, Gpt<S>>,
+        trainer: &mut Trainer<'_, Gpt<S>, Rule>,
         batches: impl FnOnce(u64) -> Result<Loader<Vec<B>>>,
         held_out: &[B],
     ) -> Outcome<Option<Trained>> {
@@ -228,7 +229,7 @@ impl Watch<'_> {
     /// far.
     fn evaluate<S: Activation>(
         &mut self,
-        trainer: &mut Trainer<'_, Gpt<S>>,
+        trainer: &mut Trainer<'_, Gpt<S>, Rule>,
         held_out: &[impl TokenBatch],
         update: u64,
         out: &Path,

@@ -13,6 +13,7 @@ use stepscope::{ops, optim};
 
 use crate::program::results::Claim;
 use crate::run::cli::RunArgs;
+use crate::run::rule::Optimizer;
 
 /// Trains a GPT-2 or Llama language model and prints a sample of its text. Writes log.jsonl,
 /// report.json, checkpoints, and the weights in the format of Hugging Face transformers.
@@ -58,8 +59,12 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = up_to(u32::MAX))]
     pub(crate) updates: usize,
 
-    /// Peak learning rate of AdamW [default: 2e-3 for tiny, 6e-4 for 124m, 3e-4 for 350m, 2.5e-4
-    /// for 774m, 2e-4 for 1558m]
+    /// Optimizer; muon orthogonalizes the updates of the blocks' matrices, and needs full memory
+    #[arg(long, value_enum, default_value_t = Optimizer::Adamw)]
+    pub(crate) optimizer: Optimizer,
+
+    /// Peak learning rate of either optimizer [default: 2e-3 for tiny, 6e-4 for 124m, 3e-4 for
+    /// 350m, 2.5e-4 for 774m, 2e-4 for 1558m]
     #[arg(long, value_name = "RATE", value_parser = above_zero)]
     pub(crate) learning_rate: Option<f32>,
 

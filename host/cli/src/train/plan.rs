@@ -13,11 +13,12 @@ use stepscope::{AdamW, Arena, Checkpoint, Device, Result, TrainState, Trainer};
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
 use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
+use crate::run::rule::{Optimizer, Rule};
 use crate::run::updates::{Trained, Updates};
 use crate::run::{self, settings};
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::Args;
-use crate::train::model::{self, Gpt, Mode};
+use crate::train::model::{self, Gpt, Mode, TrainingMemory};
 use crate::train::samples::{self, Form, Sequences};
 use crate::train::text::{self, Text};
 use crate::train::tokenizer::{Tokenizer, VOCABULARY_UNIT};
@@ -45,6 +46,9 @@ impl<'r> Plan<'r> {
     pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
         let accumulate = args.run.accumulate(shards)?;
         check_batch(args.batch, args.context())?;
+        if args.optimizer == Optimizer::Muon && args.run.memory != TrainingMemory::Full {
+            return Err(bad("--optimizer", "muon needs --memory full"));
+        }
         let given = args.weights.as_ref().map(|folder| weights::open(folder, args.context)).transpose()?;
         if let Some((folder, (files, config))) = args.weights.as_ref().zip(given.as_ref()) {
             model::check_trainable(folder, files, config)?;
@@ -96,21 +100,25 @@ impl<'r> Plan<'r> {
     }
 
     /// Creates the model with its initial weights, and the optimizer.
-    pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>>> {
+    pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>, Rule>> {
         let (model, spec) = Gpt::<S>::new(self.config.clone(), self.mode())?;
-        let config = AdamW {
+        let mut state = self.args.run.state(device, model, &spec, self.rule())?;
+        if let Some(folder) = &self.args.weights {
+            weights::load(folder, &mut state.parameters)?;
+        }
+        Ok(state)
+    }
+
+    /// Returns the rule of the updates.
+    fn rule(&self) -> Rule {
+        self.args.optimizer.rule(AdamW {
             learning_rate: self.learning_rate(),
             beta2: 0.95,
             weight_decay: 0.1,
             clip: Some(1.0),
             schedule: self.schedule(),
             ..AdamW::default()
-        };
-        let mut state = self.args.run.state(device, model, &spec, config)?;
-        if let Some(folder) = &self.args.weights {
-            weights::load(folder, &mut state.parameters)?;
-        }
-        Ok(state)
+        })
     }
 
     fn mode(&self) -> Mode {
@@ -123,13 +131,17 @@ impl<'r> Plan<'r> {
         let [step, evaluation] =
             [self.args.batch, evaluation_batch(self.args.batch)].map(|samples| Sequences::zeros(samples, self.form()));
         let model = || Gpt::<S>::new(self.config.clone(), self.mode());
-        RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &evaluation])
+        let needs = RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &evaluation])?;
+        match self.args.optimizer {
+            Optimizer::Adamw => Ok(needs),
+            Optimizer::Muon => needs.with_update(device, &model()?.1, self.rule()),
+        }
     }
 
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
     pub(crate) fn train<S: Activation>(
         &self,
-        trainer: &mut Trainer<'_, Gpt<S>>,
+        trainer: &mut Trainer<'_, Gpt<S>, Rule>,
         out: &Path,
         leads: bool,
     ) -> Outcome<Option<Trained>> {
@@ -203,6 +215,7 @@ impl<'r> Plan<'r> {
             ("text", self.text.sha256.clone()),
         ]);
         all.extend(self.args.run.memory.setting());
+        all.extend(self.args.optimizer.setting());
         all
     }
 
@@ -219,8 +232,8 @@ impl<'r> Plan<'r> {
     pub(crate) fn trainer<'a, S: Activation>(
         &self,
         arena: &'a mut Arena,
-        state: TrainState<Gpt<S>>,
-    ) -> Result<Trainer<'a, Gpt<S>>> {
+        state: TrainState<Gpt<S>, Rule>,
+    ) -> Result<Trainer<'a, Gpt<S>, Rule>> {
         self.args.run.trainer(arena, state, &Sequences::zeros(self.args.batch, self.form()))
     }
 }

@@ -102,6 +102,34 @@ on_each_device! {
         }
     }
 
+    /// Muon's runs have the same bits captured, eager and resumed, and are not resumed with AdamW.
+    fn muon_modes_give_same_bits(device: &Device) {
+        let (folder, data) = folder(400);
+        let config = folder.path().join("config.json");
+        let json = model::config(Size::Tiny, Arch::Llama, 256, 16).to_json("float32");
+        let mut json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        for (name, value) in [("hidden_size", 32), ("head_dim", 8), ("intermediate_size", 64), ("num_hidden_layers", 1)] {
+            json[name] = value.into();
+        }
+        fs::write(&config, json.to_string()).unwrap();
+        let of = |more: &str| arguments(&data, folder.path(), &format!("--config {} {more}", config.display()));
+        let run = |more: &str, stopped: bool| trained(device, &of(more), stopped);
+        let captured = run("--optimizer muon", false).unwrap();
+        assert_eq!(run("--optimizer muon --eager", false).unwrap(), captured);
+        assert_ne!(run("", false).unwrap(), captured);
+        assert_eq!(run("--optimizer muon", true), None);
+        let resume = format!("--resume {}", folder.path().join("model.safetensors").display());
+        let args = of(&resume);
+        let plan = Plan::load(&args, 1).unwrap();
+        let state = plan.state::<f32>(device).unwrap();
+        let mut arena = memory::arena(device, None, plan.memory::<f32>(device).unwrap()).unwrap();
+        let error = plan.train(&mut plan.trainer(&mut arena, state).unwrap(), folder.path(), true).err().unwrap();
+        assert!(error.to_string().contains("optimizer"), "{error}");
+        assert_eq!(run(&format!("--optimizer muon {resume}"), false).unwrap(), captured);
+        let error = Plan::load(&of("--optimizer muon --memory small"), 1).err().unwrap().to_string();
+        assert!(error.contains("--optimizer: muon needs --memory full"), "{error}");
+    }
+
     /// A short f32 training ends with the same weights on every device, in every run and in every
     /// version. A change that alters a bit must declare it.
     fn training_matches_golden_digest(device: &Device) {

@@ -8,6 +8,7 @@ use stepscope::models::Weights;
 use stepscope::ops::Activation;
 use stepscope::{Arena, Capacity, Device, EagerStep, HostBatch, Model, Result, Tape, TrainState};
 
+use crate::run::rule::Rule;
 use crate::train::bad_input::Outcome;
 use crate::train::model::Gpt;
 use crate::train::samples::Sequences;
@@ -17,7 +18,7 @@ use crate::train::samples::Sequences;
 pub(crate) fn write<S: Activation>(
     path: &Path,
     device: &Device,
-    state: &mut TrainState<Gpt<S>>,
+    state: &mut TrainState<Gpt<S>, Rule>,
     batch: &Sequences,
 ) -> Outcome<()> {
     let small = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
@@ -43,7 +44,7 @@ pub(crate) fn write<S: Activation>(
 /// Computes the gradients, and returns the logits and the loss.
 fn traced<S: Activation>(
     step: &mut EagerStep<'_>,
-    state: &mut TrainState<Gpt<S>>,
+    state: &mut TrainState<Gpt<S>, Rule>,
     batch: &Sequences,
 ) -> Result<(Vec<f32>, f32)> {
     let TrainState { model, parameters, gradients, precision, .. } = state;
