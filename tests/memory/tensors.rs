@@ -1,6 +1,6 @@
 //! The reader of safetensors files under attack. Whatever a file holds and whatever happens to it
-//! meanwhile, it is loaded right or refused soon by a short error. Nothing is changed then, unless a
-//! checkpoint is written to while it is restored.
+//! meanwhile, it is loaded right or refused soon by a short error. Nothing is changed then, unless
+//! a checkpoint is written to while it is restored.
 
 #![forbid(unsafe_code)]
 

@@ -58,12 +58,12 @@ pub use crate::params::{NOTES, Scope};
 pub use crate::preconditions::ReplayPrecondition;
 /// Invariant: each part is visited once, whatever the number of threads.
 pub use crate::processors::for_each_part;
-/// Invariant: the sum does not depend on the parts in which the bytes are read.
-pub use crate::upload::checksum_of_part;
 /// Invariant: the memory is valid as long as the value that lends it.
 pub use crate::tensor::Memory;
 /// Invariant: a value is judged by its bits, in any floating-point mode.
 pub use crate::tensor::is_finite;
+/// Invariant: the sum does not depend on the parts in which the bytes are read.
+pub use crate::upload::checksum_of_part;
 
 /// Measures a step like [`Arena::measure`], as if the device were `other`, and lists the step's
 /// launches in order. `stepscope predict` computes from the list how long the step takes on a GPU

@@ -240,8 +240,8 @@ impl<'c> Content<'c> {
     }
 }
 
-/// Returns the checksum of bytes that begin at byte `start` of a whole. The wrapping sum over all parts
-/// is the checksum of the whole, in whatever parts it is read.
+/// Returns the checksum of bytes that begin at byte `start` of a whole. The wrapping sum over all
+/// parts is the checksum of the whole, in whatever parts it is read.
 pub fn checksum_of_part(start: usize, bytes: &[u8]) -> u64 {
     words_of(start, bytes).fold(0, |sum, (index, word)| sum.wrapping_add(weighted(index, word)))
 }

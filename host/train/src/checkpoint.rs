@@ -19,7 +19,9 @@ use std::io::{self, BufWriter, Seek, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use stepscope_core::internals::{PIECE_BYTES, all_finite, checksum_of_part, hex, is_finite, replace_file_by, short, sweep};
+use stepscope_core::internals::{
+    PIECE_BYTES, all_finite, checksum_of_part, hex, is_finite, replace_file_by, short, sweep,
+};
 use stepscope_core::{
     AnyBuffer, Error, MasterType, NonFinite, ParameterEntry, ParameterSpec, Parameters, Quantity, Result, StateType,
     Transfer, WriteRegion, bf16,
@@ -53,7 +55,7 @@ const WAITING_BYTES: usize = 1 << 20;
 pub struct Checkpoint {
     path: PathBuf,
     file: OpenTensors,
-    /// What verifying the file has found about each tensor, by name.
+    /// The properties of each tensor, by name, from the reading that verified the file.
     verified: BTreeMap<String, Verified>,
 }
 
@@ -198,16 +200,17 @@ impl Checkpoint {
         self.note(DIGEST)
     }
 
-    /// Restores the trained weights, and the optimizer state if an optimizer is given. They are read
-    /// from the file in pieces, on their way to the device.
+    /// Restores the trained weights, and the optimizer state if an optimizer is given. They are
+    /// read from the file in pieces, on their way to the device.
     ///
     /// # Errors
     /// [`Error::File`] if a tensor is missing, has another shape or type, there is no optimizer
     /// state, or the checkpoint was saved with other frozen weights than the model's.
     /// [`Error::OtherOptimizer`] if the state belongs to another optimizer. [`Error::NotFinite`]
-    /// for a non-finite value. Nothing has been changed after any of these. [`Error::File`] if the
-    /// file cannot be read, or was written to since it was loaded. After that, some weights and some
-    /// of the state are already the new ones.
+    /// for a non-finite value. Nothing has been changed after any of these.
+    ///
+    /// [`Error::File`] if the file cannot be read, or was written to since it was loaded. After
+    /// that, some weights and some of the state are already the new ones.
     pub fn restore(
         &self,
         parameters: &mut Parameters,
@@ -263,9 +266,12 @@ impl Checkpoint {
         let weights = writers.by_ref().take(weights.len()).collect();
         let others: Vec<_> = match optimizer.zip(update) {
             None => Vec::new(),
-            Some((optimizer, updates)) => {
-                optimizer.restore(updates).iter_mut().zip(writers).map(|(state, write)| state.contents(&spec, write)).collect()
-            }
+            Some((optimizer, updates)) => optimizer
+                .restore(updates)
+                .iter_mut()
+                .zip(writers)
+                .map(|(state, write)| state.contents(&spec, write))
+                .collect(),
         };
         parameters.overwrite(weights, others, transfer)?;
         self.check_read(&names.concat(), reading)

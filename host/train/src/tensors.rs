@@ -1,8 +1,8 @@
 //! The tensors of a safetensors file, read once, and written as they are in memory.
 //!
 //! Invariant: a file that is read whole is read once, into our own memory, and the checks and the
-//! result use that memory. Concurrent changes to it are an error during the read, and have no effect
-//! after it. A new file gets its name only when it is complete.
+//! result use that memory. Concurrent changes to it are an error during the read, and have no
+//! effect after it. A new file gets its name only when it is complete.
 
 #![forbid(unsafe_code)]
 
@@ -133,8 +133,8 @@ impl OpenTensors {
         self.header.expect(name, shape, &[dtype]).map(drop)
     }
 
-    /// Passes the bytes of a tensor, which exists, to `each`, piece by piece, with the first byte of
-    /// the piece.
+    /// Passes the bytes of a tensor, which exists, to `each`, piece by piece, with the first byte
+    /// of the piece.
     pub(crate) fn for_each_piece(&self, name: &str, each: &mut dyn FnMut(usize, &[u8])) -> std::io::Result<()> {
         let (start, end) = self.header.tensors[name].data_offsets;
         let mut piece = vec![0; PIECE_BYTES.min(end - start)];

@@ -28,9 +28,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     pub(crate) precision: Precision,
 
-    /// Memory of weights, moments and gradients, which round differently: small stores a weight as a
-    /// BF16, which products read, and a correction of 8 bits, and each moment in 8 bits; smallest
-    /// also stores gradients in BF16; released stores none, and clips each parameter by its own norm
+    /// Memory of weights, moments and gradients, which round differently: small stores a weight as
+    /// a BF16, which products read, and a correction of 8 bits, and each moment in 8 bits; smallest
+    /// also stores gradients in BF16; released stores none, and clips each parameter by its own
+    /// norm
     #[arg(long, value_enum, default_value_t = TrainingMemory::Full)]
     pub(crate) memory: TrainingMemory,
 

@@ -24,9 +24,9 @@ pub struct RegionContents<'r> {
     write: Box<WriteRegion<'r>>,
 }
 
-/// Writes a part of a parameter's bytes, the same each time. The arguments are the parameter's index
-/// among the entries, its entry, the first byte within it, and the place of the part. Several threads
-/// call it at a time.
+/// Writes a part of a parameter's bytes, the same each time. The arguments are the parameter's
+/// index among the entries, its entry, the first byte within it, and the place of the part. Several
+/// threads call it at a time.
 pub type WriteRegion<'w> = dyn Fn(usize, &ParameterEntry, usize, &mut [u8]) + Sync + 'w;
 
 impl<'r> RegionContents<'r> {

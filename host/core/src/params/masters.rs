@@ -261,7 +261,12 @@ impl Masters {
             code: impl Fn(f32) -> [u8; N],
         ) {
             let values = values[(offset / N).min(values.len())..].iter().map(|value| code(value.widen()));
-            place.as_chunks_mut().0.iter_mut().zip(values.chain(std::iter::repeat([0; N]))).for_each(|(to, of)| *to = of);
+            place
+                .as_chunks_mut()
+                .0
+                .iter_mut()
+                .zip(values.chain(std::iter::repeat([0; N])))
+                .for_each(|(to, of)| *to = of);
         }
         let len = values.len();
         match self {

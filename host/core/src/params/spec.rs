@@ -260,7 +260,8 @@ impl ParameterSpec {
     #[must_use]
     pub fn with_loaded(self, is_loaded: impl Fn(&ParameterEntry) -> bool) -> Self {
         let mut shared = Arc::unwrap_or_clone(self.shared);
-        let entries = [&mut shared.trained].into_iter().chain(&mut shared.frozen).flat_map(|region| &mut region.entries);
+        let entries =
+            [&mut shared.trained].into_iter().chain(&mut shared.frozen).flat_map(|region| &mut region.entries);
         entries.for_each(|entry| entry.is_loaded = is_loaded(entry));
         Self { shared: Arc::new(shared) }
     }

@@ -446,8 +446,8 @@ fn nf4_entry<'l>(op: &'static str, spec: &'l ParameterSpec, parameter: Parameter
 }
 
 /// Draws the next elements of a parameter from element `first` on, and writes each as `write`
-/// encodes it. They are zeros if the program loads the parameter. `drawn` is the number of random numbers that the parameters before each one have
-/// used.
+/// encodes it. They are zeros if the program loads the parameter. `drawn` is the number of random
+/// numbers that the parameters before each one have used.
 pub(super) fn draw<const N: usize>(
     entry: &ParameterEntry,
     first: usize,

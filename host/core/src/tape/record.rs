@@ -233,9 +233,9 @@ impl<'t, 's> Tape<'t, 's> {
         self.run_into(loss, gradients, written)
     }
 
-    /// Runs the records like [`Tape::backward_overwrite`], but stores no gradients. Each is computed
-    /// in f32 in memory of the step, passed to `consumer` as soon as it is final, and freed. Of a
-    /// parameter that the loss does not depend on, it is zero.
+    /// Runs the records like [`Tape::backward_overwrite`], but stores no gradients. Each is
+    /// computed in f32 in memory of the step, passed to `consumer` as soon as it is final, and
+    /// freed. A parameter that the loss does not depend on has a gradient of zero.
     ///
     /// # Errors
     /// As [`Tape::backward`]; those of `consumer`; [`Error::Misuse`] when a parameter that

@@ -83,10 +83,10 @@ impl<R: UpdateRule> Optimizer<R> {
         rule.check()?;
         let declared = Declared::of(&rule)?;
         let (device, spec) = (parameters.device(), parameters.spec().clone());
-        if declared.needs_whole_parameters && spec.gradients() == GradientType::Bf16 {
+        if declared.needs_whole_parameters && spec.gradients() != GradientType::F32 {
             let expected = "gradients in f32, because the rule updates whole parameters: leave out \
                             `ParameterSpec::with_gradients`";
-            return Err(Error::misuse(declared.name, expected, "gradients in BF16"));
+            return Err(Error::misuse(declared.name, expected, format!("{:?}", spec.gradients())));
         }
         let groups = vec![ParameterGroup::default()];
         let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
