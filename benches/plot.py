@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Draws docs/plots/beside-pytorch.svg from the newest runs of the step bench. Needs matplotlib.
+"""Draws docs/plots/beside-pytorch.svg from the newest runs of the step bench, and
+docs/plots/memory-losses.svg from the newest losses by --memory. Needs matplotlib.
 
-A bar is the median of a line's samples.
+A bar is the median of a line's samples. A point of a curve is the mean of 25 updates.
 """
 
 import json
@@ -75,18 +76,39 @@ def front(runs):
     return figure
 
 
-def draw_front():
-    """Writes the picture without a background, with real text, and with reproducible bytes."""
-    inks = ("text.color", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
+def newest(name):
+    return max((ROOT / "benches/runs").glob(f"????-??-??-{name}.json"))
+
+
+def losses(content, together=25):
+    """Draws the loss of each setting of --memory, and how far it is from that of full memory."""
+    means = {}
+    for memory, losses in content["losses"].items():
+        ends = range(together, len(losses) + 1, together)
+        means[memory] = [statistics.mean(losses[end - together : end]) for end in ends]
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9.6, 5), sharex=True, height_ratios=(2, 1))
+    for memory, own in means.items():
+        updates = [together * (number + 1) for number in range(len(own))]
+        above.plot(updates, own, linewidth=1, label=memory)
+        below.plot(updates, [one - full for one, full in zip(own, means["full"])], linewidth=1)
+    above.set(ylabel="loss, nats a token", ylim=(1.2, 4))
+    above.legend(frameon=False)
+    below.set(xlabel="updates", ylabel="minus full", ylim=(-0.1, 0.1))
+    figure.suptitle(f"GPT-2 124M, BF16, by --memory: {content['gpu']}, {content['date']}")
+    figure.tight_layout()
+    return figure
+
+
+def save(name, draw):
+    """Writes a picture without a background, with real text, and with reproducible bytes."""
+    inks = ("text.color", "axes.titlecolor", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     style = {name: FRONT_INK for name in inks} | {"font.size": 11, "font.sans-serif": ["DejaVu Sans", "sans-serif"]}
     style |= {"svg.fonttype": "none", "svg.hashsalt": "front"}
-    path = ROOT / "docs/plots/beside-pytorch.svg"
-    paths = {precision: max((ROOT / "benches/runs").glob(f"????-??-??-{name}.json")) for precision, name in SUBJECTS.items()}
     with pyplot.rc_context(style):
-        figure = front({precision: Run(path) for precision, path in paths.items()})
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-    print(f"{', '.join(path.name for path in paths.values())} -> {path.relative_to(ROOT)}")
+        draw().savefig(ROOT / "docs/plots" / name, transparent=True, metadata={"Date": None})
+    print(f"docs/plots/{name}")
 
 
 if __name__ == "__main__":
-    draw_front()
+    save("beside-pytorch.svg", lambda: front({precision: Run(newest(name)) for precision, name in SUBJECTS.items()}))
+    save("memory-losses.svg", lambda: losses(json.loads(newest("h200-memory-losses").read_text())))
