@@ -143,7 +143,7 @@ impl UpdateRule for Muon {
         Some(all)
     }
 
-    /// Returns the settings of AdamW, of D and of the step, each in its place of a [`Slot`].
+    /// Returns the settings of AdamW, of D and of the step, each in its place of a `Slot`.
     fn settings(&self, number: u64, group: &ParameterGroup) -> Vec<f32> {
         let direction = self.direction().settings(number, &ParameterGroup::default());
         let mut slot = vec![0.0; Slot::LEN];
