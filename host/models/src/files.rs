@@ -93,14 +93,21 @@ impl WeightFiles {
 
     /// True if [`WeightFiles::load`] overwrites this parameter; see [`ParameterSpec::with_loaded`].
     pub fn has(&self, entry: &ParameterEntry) -> bool {
-        self.tensors.iter().any(|(_, tensor)| tensor.parts.iter().any(|part| part.parameter == entry.name()))
+        self.tensors_of(entry).next().is_some()
+    }
+
+    /// The tensors that hold elements of a parameter, each with its name in the file.
+    fn tensors_of<'e>(
+        &self,
+        entry: &'e ParameterEntry,
+    ) -> impl Iterator<Item = &(String, FileTensor)> + Clone + use<'_, 'e> {
+        self.tensors.iter().filter(|(_, tensor)| tensor.parts.iter().any(|part| part.parameter == entry.name()))
     }
 
     /// Returns the type in which a parameter is frozen without loss: BF16 or NF4 if the file has
     /// all its elements in it, and otherwise f32.
     pub fn stored(&self, entry: &ParameterEntry) -> FrozenType {
-        let mut of_entry =
-            self.tensors.iter().filter(|(_, tensor)| tensor.parts.iter().any(|part| part.parameter == entry.name()));
+        let mut of_entry = self.tensors_of(entry);
         let is_bf16 =
             |(name, _): &(String, FileTensor)| self.files.get(name).is_some_and(|(kind, _)| kind == FileType::Bf16);
         if of_entry.clone().all(|(name, _)| self.quantized.contains(name)) {
@@ -111,19 +118,13 @@ impl WeightFiles {
 
     /// True if BF16 has all elements of a parameter exactly.
     fn is_bf16(&self, entry: &ParameterEntry) -> bool {
-        let is_added = |(_, tensor): &(String, FileTensor)| {
-            tensor.added != 0.0 && tensor.parts.iter().any(|part| part.parameter == entry.name())
-        };
-        self.stored(entry) == FrozenType::Bf16 && !self.tensors.iter().any(is_added)
+        self.stored(entry) == FrozenType::Bf16 && self.tensors_of(entry).all(|(_, tensor)| tensor.added == 0.0)
     }
 
     /// Returns NF4 for the matrices of linear layers, and the type of [`WeightFiles::stored`] for
     /// all other parameters.
     pub fn quantized(&self, entry: &ParameterEntry) -> FrozenType {
-        let is_linear = |(_, tensor): &(String, FileTensor)| {
-            tensor.linear && tensor.parts.iter().any(|part| part.parameter == entry.name())
-        };
-        if self.tensors.iter().any(is_linear) { FrozenType::Nf4 } else { self.stored(entry) }
+        if self.tensors_of(entry).any(|(_, tensor)| tensor.linear) { FrozenType::Nf4 } else { self.stored(entry) }
     }
 
     /// Overwrites all parameters of the model, trained and frozen, but not those of adapters.
