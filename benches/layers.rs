@@ -121,11 +121,11 @@ fn cross_attention(spec: &mut ParameterSpecBuilder, shapes: &[&[usize]]) -> Net 
     Box::new(move |tape, inputs| layer.forward(tape, &inputs[0], &inputs[1], None))
 }
 
-/// Eight experts, of which each token uses two, without a limit of tokens: PyTorch's has none.
+/// Eight experts, of which each token uses two.
 fn mixture(spec: &mut ParameterSpecBuilder, shapes: &[&[usize]]) -> Net {
     let width = shapes[0][2];
-    let layer = Mixture { capacity: 4.0, ..Mixture::new(spec.at("mixture"), [width, 2 * width], 8, 2) };
-    Box::new(move |tape, inputs| layer.forward(tape, &inputs[0]).map(|(y, _)| y))
+    let layer = Mixture::new(spec.at("mixture"), [width, 2 * width], 8, 2);
+    Box::new(move |tape, inputs| layer.forward(tape, &inputs[0]))
 }
 
 /// The state that persists across steps.

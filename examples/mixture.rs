@@ -72,7 +72,7 @@ impl Gpt {
         let mut losses = Vec::new();
         for Block { norms: [first, second], attention, mixture } in &self.blocks {
             x = (attention.forward(tape, &first.forward(tape, &x)?)? + x)?;
-            let (y, loss) = mixture.forward(tape, &second.forward(tape, &x)?)?;
+            let (y, loss) = mixture.forward_balanced(tape, &second.forward(tape, &x)?)?;
             x = (y + x)?;
             losses.push(loss);
         }

@@ -279,7 +279,8 @@ pub(crate) fn judge(
         let multiplies = if is_warpgroup {
             kernels.contains_key(name) && !name.starts_with("align_") && !has("wgmma.mma_async")
         } else {
-            ["matmul_tf32_", "matmul_of_bf16_"].iter().any(|start| name.starts_with(start)) && !has("mma.sync")
+            ["matmul_tf32_", "matmul_of_bf16_", "matmul_grouped_of_bf16_"].iter().any(|start| name.starts_with(start))
+                && !has("mma.sync")
         };
         if multiplies {
             fault("matrix", format!("{name}: has no matrix instruction"));

@@ -95,11 +95,13 @@ mod entries {
     pub mod lstm;
     pub mod matmul;
     pub mod matmul_bf16;
+    pub mod matmul_grouped;
     pub mod matmul_mma;
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
     pub mod matmul_wgmma;
     #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
     pub mod matmul_wgmma_tf32;
+    pub mod mixture;
     pub mod nf4;
     pub mod norm;
     pub mod pointwise;

@@ -67,4 +67,26 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         c.result("dhidden", &ops::scale_by(c.step, &dhidden, &dy)?)?;
         c.result("dw", &ops::scale_by(c.step, &dw, &dy)?)
     }),
+    &both!("linear_cross_entropy_of_rows", <S>, |c| {
+        let [rows, width, vocabulary] = c.extents([300, 40, 60]);
+        let vocabulary = vocabulary + 1;
+        c.longest_product::<S>(width + vocabulary + rows.max(vocabulary));
+        let (form, shape) = match c.seed % 2 {
+            0 => (ops::LmHeadConfig::default(), [width, vocabulary]),
+            _ => (ops::LmHeadConfig::default().tied(), [vocabulary, width]),
+        };
+        c.given("tied", [1], &[u32::from(form.tied)])?;
+        let (hidden, w) = (c.operand::<S>("hidden", [rows, width])?, c.operand::<S>("w", shape)?);
+        let mut labels = c.belows(rows, vocabulary);
+        labels.iter_mut().skip(3).step_by(5).for_each(|label| *label = ops::IGNORED);
+        let (labels, dy) = (c.indices("labels", [rows], &labels)?, c.operand::<f32>("dy", [rows])?);
+        let form = form.chunk(128);
+        let losses = ops::linear_cross_entropy_of_rows(c.step, &hidden, &w, &labels, &form)?;
+        let (step, wanted) = (c.step, [true; 2]);
+        let (dhidden, dw) =
+            ops::launch::linear_cross_entropy_of_rows_backward(step, &hidden, &w, &labels, (&dy, &form), wanted)?;
+        c.result("y", &losses)?;
+        c.result("dhidden", &dhidden.expect("it is wanted"))?;
+        c.result("dw", &dw.expect("it is wanted"))
+    }),
 ];

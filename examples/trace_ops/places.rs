@@ -30,14 +30,28 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
         let y: Tensor<'_, S> = ops::one_hot(c.step, &ids, classes)?;
         c.result("y", &y)
     }),
-    &[("first_occurrences", |c| {
-        let [rows, classes] = c.extents([70, 12]);
-        c.longest(0);
-        c.given("classes", [2], &[classes as u32, 5])?;
-        let ids = c.indices("ids", [rows, 2], &c.belows(2 * rows, classes))?;
-        let found = ops::first_occurrences(c.step, &ids, classes, 5)?;
-        c.result("found", &found.found)
-    })],
+    &both!("grouped_linear", <S>, |c| {
+        let [tokens, each, experts, inputs, outputs] = c.extents([70, 4, 6, 40, 24]);
+        c.longest_product::<S>(inputs);
+        c.given("experts", [1], &[experts as u32])?;
+        let ids = c.indices("ids", [tokens, each], &c.belows(tokens * each, experts))?;
+        let (x, w) = (c.operand::<S>("x", [tokens, inputs])?, c.operand::<S>("w", [inputs, experts * outputs])?);
+        let groups = ops::group_by(c.step, &ids, experts)?;
+        let rows = ops::dispatch(c.step, &x, &groups)?;
+        c.result("rows", &rows)?;
+        c.result("y", &ops::grouped_linear(c.step, &rows, &w, &groups)?)
+    }),
+    &both!("combine", <S>, |c| {
+        let [tokens, each, groups, cols] = c.extents([40, 4, 6, 70]);
+        c.longest(cols.max(each));
+        let ids = c.indices("ids", [tokens, each], &c.belows(tokens * each, groups))?;
+        let (rows, gates) = (c.operand::<S>("rows", [tokens * each, cols])?, c.operand::<f32>("gates", [tokens, each])?);
+        let (groups, dy) = (ops::group_by(c.step, &ids, groups)?, c.operand::<S>("dy", [tokens, cols])?);
+        c.result("y", &ops::combine(c.step, &rows, Some(&gates), &groups)?)?;
+        let (drows, dgates) = ops::launch::combine_backward(c.step, &rows, &gates, &dy, &groups)?;
+        c.result("drows", &drows)?;
+        c.result("dgates", &dgates)
+    }),
     &both!("gather", <S>, |c| {
         let [count, rows, cols] = c.extents([700, 40, 70]);
         c.longest(count);

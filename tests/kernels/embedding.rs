@@ -276,33 +276,6 @@ stored_as_each! {
     }
 }
 
-on_each_device! {
-    /// The first places of each class, ascending; where it has fewer, others with the mark 0.
-    fn first_occurrences(device: &Device) {
-        let mut random = Random::new(12);
-        for [rows, each, classes, count] in [[1, 1, 1, 3], [700, 2, 8, 200], [90, 3, 300, 2], [40, 1, 3, 0]] {
-            let ids = random.belows(rows * each, classes as u32);
-            let [places, of_rows, found] = trial(device, |trial| {
-                let ids = trial.upload_indices(&ids, [rows, each])?;
-                let all = trial.with_scratch(|| ops::first_occurrences(trial, &ids, classes, count))?;
-                let [places, of_rows] = [all.places.values(), all.rows.values()].map(|values| trial.output(values));
-                Ok([places?, of_rows?, trial.output(&all.found)?.into_iter().map(|found| found as u32).collect()])
-            });
-            for class in 0..classes {
-                let of_class = class * count;
-                let own = (0..ids.len() as u32).filter(|&place| ids[place as usize] == class as u32);
-                let own: Vec<u32> = own.take(count).collect();
-                assert_eq!(places[of_class..][..own.len()], own);
-                let marks = (0..count).map(|at| u32::from(at < own.len()));
-                assert!(marks.eq(found[of_class..][..count].iter().copied()), "{class}: {found:?}");
-            }
-            assert_eq!((places.len(), found.len()), (classes * count, classes * count));
-            assert!(places.iter().zip(&of_rows).all(|(&place, &row)| row == place / each as u32));
-            assert!(places.iter().all(|&place| (place as usize) < ids.len()));
-        }
-    }
-}
-
 attack! {
     embedding::embedding_forward<S> { table: f32s 24, ids: u32s 3, cols: number 8, y: out_stored 24 }
     embedding::gather<S> { x: stored 24, ids: u32s 3, cols: number 8, y: out_stored 24 }
@@ -311,10 +284,6 @@ attack! {
     embedding::rows_sum<S> {
         dy: stored 48, sorted: u32s 6, order: u32s 6, cols: number 8, length: number 24, accumulate: number 1, out: out 24,
         partials: out 8,
-    }
-    embedding::first_places {
-        sorted: u32s 30, order: u32s 30, count: number 4, each: number 2, length: number 12, places: out_u32 12,
-        rows: out_u32 12, found: out 12,
     }
     embedding::rows_finish { sorted: u32s 70, partials: f32s 16, cols: number 8, length: number 24, out: out 24 }
 }

@@ -6,7 +6,7 @@ use crate::gradients::{Case, Handles, ParameterValues, Roundings, leaf_as, norma
 use crate::support::{Random, on_each_device};
 use crate::trial::assert_refused;
 use stepscope::nn::{
-    Conv1d, Conv2d, ConvTranspose2d, CrossAttention, GroupNorm, Gru, Linear, Lstm, Mixture, Sequential,
+    Conv1d, Conv2d, ConvTranspose2d, CrossAttention, ExpertLinear, GroupNorm, Gru, Linear, Lstm, Mixture, Sequential,
 };
 use stepscope::ops::{Activation, ConvolutionConfig};
 use stepscope::{Arena, Capacity, Device, Result, Tape, Var};
@@ -228,23 +228,28 @@ stored_as_each! {
         });
     }
 
-    /// Tokens that an expert has no place for get nothing from it.
     fn mixture<S>(device: &Device) {
-        let shapes: [&[usize]; 4] = [&[6, 4], &[4, 3], &[3, 4, 8], &[3, 8, 4]];
-        for chosen in [1, 2] {
+        let shapes: [&[usize]; 5] = [&[6, 4], &[4, 3], &[4, 3 * 8], &[8, 3 * 4], &[4, 3 * 8]];
+        for (chosen, normalized, gated) in [(1, false, false), (2, true, true), (2, false, false), (3, true, true)] {
             check::<S>(device, "mixture", &shapes, |tape, p, x| {
-                let layer = Mixture {
-                    router: linear(p, 1, None), up: p[2], down: p[3], experts: 3, chosen, capacity: 0.75,
-                };
+                let [up, down, gate] = [p[2], p[3], p[4]].map(ExpertLinear::new);
+                let (router, gate) = (linear(p, 1, None), gated.then_some(gate));
+                let layer = Mixture { router, gate, up, down, experts: 3, chosen, normalized };
                 // The sharper router keeps the choices away from a tie.
-                let (y, loss) = layer.forward(tape, &(x[0] * 8.0)?)?;
+                let x = (x[0] * 8.0)?;
+                let (y, loss) = layer.forward_balanced(tape, &x)?;
                 let loss = tape.stored_as::<S>(&(loss * 0.25)?)?;
-                y.add(loss)
+                // Every case has a gradient of the gates.
+                let unused = leaf_as::<S>(tape, p[4])?.sum(..)?;
+                y.add(loss)?.add(unused)
             }, 1, |p| {
                 let x: Vec<f64> = p[0].iter().map(|x| x * 8.0).collect();
-                let (scores, capacity) = (affine(&x, &p[1], &[], 4), (0.75 * (chosen * 6) as f64 / 3.0).ceil() as usize);
-                let (mut y, mut taken, mut mean) = (vec![0.0; 24], [0; 3], [0.0; 3]);
-                let mut wanted = [0; 3];
+                let scores = affine(&x, &p[1], &[], 4);
+                let (mut y, mut mean, mut wanted) = (vec![0.0; 24], [0.0; 3], [0; 3]);
+                // Returns the matrix of an expert. Its columns follow those of the experts before.
+                let of = |weights: &[f64], expert: usize, outputs: usize| -> Vec<f64> {
+                    weights.chunks(3 * outputs).flat_map(|row| row[expert * outputs..][..outputs].to_vec()).collect()
+                };
                 for token in 0..6 {
                     let exps: Vec<f64> = scores[token * 3..][..3].iter().map(|score| score.exp()).collect();
                     let all: f64 = exps.iter().sum();
@@ -254,19 +259,21 @@ stored_as_each! {
                     (0..3).for_each(|expert| mean[expert] += exps[expert] / all / 6.0);
                     for &expert in &best[..chosen] {
                         wanted[expert] += 1;
-                        if taken[expert] < capacity {
-                            taken[expert] += 1;
-                            let gate = exps[expert] / if chosen == 1 { all } else { kept };
-                            let x = &x[token * 4..][..4];
-                            let hidden = affine(x, &p[2][expert * 32..][..32], &[], 4);
-                            let hidden: Vec<f64> = hidden.iter().map(|x| x * sigmoid(*x)).collect();
-                            let out = affine(&hidden, &p[3][expert * 32..][..32], &[], 8);
-                            (0..4).for_each(|at| y[token * 4 + at] += gate * out[at]);
-                        }
+                        let weight = exps[expert] / if normalized { kept } else { all };
+                        let x = &x[token * 4..][..4];
+                        let up = affine(x, &of(&p[2], expert, 8), &[], 4);
+                        let gate = affine(x, &of(&p[4], expert, 8), &[], 4);
+                        let hidden: Vec<f64> = up.iter().zip(gate).map(|(&up, gate)| match gated {
+                            true => gate * sigmoid(gate) * up,
+                            false => up * sigmoid(up),
+                        }).collect();
+                        let out = affine(&hidden, &of(&p[3], expert, 4), &[], 8);
+                        (0..4).for_each(|at| y[token * 4 + at] += weight * out[at]);
                     }
                 }
                 let loss: f64 = (0..3).map(|expert| wanted[expert] as f64 / (6 * chosen) as f64 * mean[expert]).sum();
-                y.iter().map(|y| y + 3.0 * loss * 0.25).collect()
+                let unused: f64 = p[4].iter().sum();
+                y.iter().map(|y| y + 3.0 * loss * 0.25 + unused).collect()
             });
         }
     }

@@ -1,5 +1,5 @@
-//! Tests of `ops::linear_cross_entropy`: the bits of separate ops for each chunk of rows, its
-//! gradients, and the memory that it takes.
+//! Tests of `ops::linear_cross_entropy` and `linear_cross_entropy_of_rows`: the bits of separate
+//! ops for each chunk of rows, their gradients, and the memory that the first takes.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
 use crate::support::{Random, bits, on_each_device};
@@ -81,9 +81,14 @@ impl<S: Activation> Given<S> {
         [hidden, w]: [&Tensor<'s, S>; 2],
         labels: &Indices<'s>,
     ) -> Result<Results<'s, S>> {
+        self.with_scratch(trial, || ops::linear_cross_entropy(trial, hidden, w, labels, &self.form))
+    }
+
+    /// Runs an op of the head, whose memory may reach beyond its results.
+    fn with_scratch<R>(&self, trial: &Trial<'_, '_>, op: impl FnOnce() -> Result<R>) -> Result<R> {
         let [rows, _, vocabulary] = self.extents;
         trial.with_scratch(|| {
-            let results = ops::linear_cross_entropy(trial, hidden, w, labels, &self.form)?;
+            let results = op()?;
             trial.empty::<u32>([2 * rows * vocabulary + (1 << 18)])?;
             Ok(results)
         })
@@ -149,6 +154,50 @@ fn check<S: Activation>(device: &Device, precision: Precision) {
     }
 }
 
+fn widened<S: Activation>(values: Vec<S>) -> Vec<f32> {
+    values.into_iter().map(S::widen).collect()
+}
+
+fn rows_match<S: Activation>(device: &Device) {
+    for ((extents, chunk), form) in SHAPES[..5].iter().copied().flat_map(|shape| forms().map(|form| (shape, form))) {
+        let given = Given::<S>::new(extents, form.chunk(chunk));
+        let ([rows, width, _], form) = (extents, form.chunk(chunk));
+        let rules = LabelRules { ignore: true, ..LabelRules::default() };
+        let case = |trial: &Trial<'_, '_>| {
+            let (x, w) = (trial.upload(&given.hidden, [rows, width])?, trial.upload(&given.w, given.matrix())?);
+            let (labels, dlosses) =
+                (trial.upload_indices(&given.labels, [rows])?, trial.upload(&vec![WEIGHT; rows], [rows])?);
+            let [whole, one] = [WEIGHT, 1.0].map(|weight| form.rules(rules.weighted(weight)));
+            let head = |x: &_, labels: &_, form: &_| {
+                given.with_scratch(trial, || ops::linear_cross_entropy(trial, x, &w, labels, form))
+            };
+            let (sum, want_dx, want_dw) = head(&x, &labels, &whole)?;
+            let losses =
+                given.with_scratch(trial, || ops::linear_cross_entropy_of_rows(trial, &x, &w, &labels, &form))?;
+            let (dx, dw) = given.with_scratch(trial, || {
+                let backward = ops::launch::linear_cross_entropy_of_rows_backward;
+                backward(trial, &x, &w, &labels, (&dlosses, &form), [true; 2])
+            })?;
+            let what = format!("{extents:?} in chunks of {chunk}, tied {}", form.tied);
+            let [dx, want_dx] = [trial.output(&dx.unwrap())?, trial.output(&want_dx)?].map(widened);
+            assert_same(format!("{what}, hidden"), &dx, &want_dx);
+            assert_same(format!("{what}, matrix"), &trial.output(&dw.unwrap())?, &trial.output(&want_dw)?);
+            let (losses, sum) = (trial.output(&losses)?, trial.output(&sum)?[0]);
+            let of_losses = losses.iter().map(|&loss| f64::from(loss)).sum::<f64>() * f64::from(WEIGHT);
+            assert!((f64::from(sum) / of_losses - 1.0).abs() < 1e-6, "{what}: {sum} and {of_losses}");
+            for row in [0, 2, rows - 1].into_iter().filter(|&row| row < rows) {
+                let x = trial.upload(&given.hidden[row * width..][..width], [1, width])?;
+                let label = trial.upload_indices(&given.labels[row..=row], [1])?;
+                let (want, ..) = head(&x, &label, &one)?;
+                assert_same(format!("{what}, row {row}"), &losses[row..=row], &trial.output(&want)?);
+            }
+            Ok(losses)
+        };
+        let losses = trial(device, case);
+        assert!(losses.iter().zip(&given.labels).all(|(&loss, &label)| (loss == 0.0) == (label == ops::IGNORED)));
+    }
+}
+
 /// Returns the loss in float64; w: `[width, vocabulary]`.
 fn in_float64(hidden: &[f64], w: &[f64], labels: &[u32], width: usize, weight: f32) -> Vec<f64> {
     let (vocabulary, smoothing) = (w.len() / width, f64::from(RULES.smoothing));
@@ -186,6 +235,56 @@ on_each_device! {
 
     fn bf16_chunks_match_separate_ops(device: &Device) {
         check::<bf16>(device, Precision::F32);
+    }
+
+    /// The losses of rows have the bits of a sum over one row, and equal gradients of losses give
+    /// the bits of the gradients of a sum.
+    fn rows_match_sums(device: &Device) {
+        rows_match::<f32>(device);
+        rows_match::<bf16>(device);
+    }
+
+    fn gradient_of_rows(device: &Device) {
+        for (seed, form) in SEEDS.flat_map(|seed| forms().map(|form| (seed, form))) {
+            let mut random = Random::new(seed);
+            let [batch, tokens, vocabulary] = extents(&mut random, seed, [9, 11, 200]);
+            let (rows, width, vocabulary) = (batch * tokens, 7, vocabulary + 20);
+            let mut labels = random.belows(rows, vocabulary as u32);
+            labels.iter_mut().skip(1).step_by(3).for_each(|label| *label = ops::IGNORED);
+            let given = Given::<f32>::new([1, width, vocabulary], form);
+            let values = vec![normal(&mut random, &[batch, tokens, width]), normal(&mut random, &given.matrix())];
+            Case { sample: 60, ..Case::new("linear_cross_entropy_of_rows", seed, longest(&[rows, width, vocabulary]), values) }
+                .check(
+                    device,
+                    |step, tape, p| {
+                        let labels = step.upload_indices(&labels, [batch, tokens])?;
+                        tape.linear_cross_entropy_of_rows(&leaf(tape, p[0])?, p[1], labels, form.chunk(1))
+                    },
+                    |p| {
+                        let across = transpose::in_float64(&p[1], vocabulary, width);
+                        let w = if form.tied { &across } else { &p[1] };
+                        let logits = linear::in_float64(&p[0], w, &[], width, vocabulary);
+                        let loss = |(x, &label): (&[f64], &u32)| match label {
+                            ops::IGNORED => 0.0,
+                            label => -softmax::in_float64(x)[label as usize].ln(),
+                        };
+                        logits.chunks_exact(vocabulary).zip(&labels).map(loss).collect()
+                    },
+                );
+        }
+    }
+
+    fn rows_refuse_label_rules(device: &Device) {
+        trial(device, |trial| {
+            let (x, w) = (trial.upload(&[1.0f32; 6], [2, 3])?, trial.upload(&[1.0f32; 12], [3, 4])?);
+            let (labels, form) = (trial.upload_indices(&[0, 1], [2])?, LmHeadConfig::default());
+            let refused = ops::linear_cross_entropy_of_rows(trial, &x, &w, &labels, &form.rules(RULES));
+            assert_refused(refused, &["linear_cross_entropy_of_rows", "the default label rules", "smoothing: 0.1"]);
+            let labels = trial.upload_indices(&[0; 3], [3])?;
+            let refused = ops::linear_cross_entropy_of_rows(trial, &x, &w, &labels, &form);
+            assert_refused(refused, &["linear_cross_entropy_of_rows", "[2, 3], [3, 4] and [3]"]);
+            Ok(())
+        });
     }
 
     /// The step's precision applies within chunks.

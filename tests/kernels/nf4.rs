@@ -126,6 +126,7 @@ fn other_matrices_are_refused() {
 
 attack! {
     nf4::nf4_decode<S> {
-        words: u32s 20, inputs: number 16, outputs: number 8, columns: number 16, first: number 8, out: out_stored 256,
+        words: u32s 40, inputs: number 16, outputs: number 8, matrices: number 2, columns: number 24, first: number 8,
+        out: out_stored 384,
     }
 }

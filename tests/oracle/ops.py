@@ -148,6 +148,25 @@ def linear_cross_entropy_bf16(hidden, w, labels, weight, smoothing, tied, dy):
     return {"y": loss, "dhidden": to_bf16(dlogits) @ across.T, "dw": dw.T if int(tied[0]) else dw}
 
 
+def cross_entropy_of_rows(logits, labels):
+    counted = labels != 0xFFFFFFFF
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), jnp.where(counted, labels, 0)[:, None], axis=-1)
+    return jnp.where(counted, -chosen[:, 0], 0.0)
+
+
+def linear_cross_entropy_of_rows(hidden, w, labels, tied):
+    return cross_entropy_of_rows(hidden @ (w.T if int(tied[0]) else w), labels)
+
+
+def linear_cross_entropy_of_rows_bf16(hidden, w, labels, tied, dy):
+    """Computes like linear_cross_entropy_bf16."""
+    across = w.T if int(tied[0]) else w
+    losses, backward = jax.vjp(lambda logits: cross_entropy_of_rows(logits, labels), to_bf16(hidden @ across))
+    [dlogits] = backward(dy)
+    dw = hidden.T @ to_bf16(dlogits)
+    return {"y": losses, "dhidden": to_bf16(dlogits) @ across.T, "dw": dw.T if int(tied[0]) else dw}
+
+
 def linear(x, w, bias, residual):
     affine = x @ w + bias
     products = {"y": residual + affine, "product": x @ w, "affine": affine}
@@ -188,6 +207,18 @@ def by_groups(update):
     return grouped
 
 
+def grouped_linear(x, w, ids, experts):
+    """Multiplies the rows of tokens in the order of their experts, whose columns of w stand one after another."""
+    order = jnp.argsort(jnp.ravel(ids), stable=True)
+    rows, matrices = x[order // ids.shape[1]], jnp.moveaxis(w.reshape(w.shape[0], int(experts[0]), -1), 1, 0)
+    return {"rows": rows, "y": jnp.einsum("rk,rkn->rn", rows, matrices[jnp.ravel(ids)[order]])}
+
+
+def places(ids):
+    """Returns the place of each id in the stable order of all."""
+    return jnp.argsort(jnp.argsort(jnp.ravel(ids), stable=True), stable=True).reshape(ids.shape)
+
+
 # The function of each op without a declaration: `y`, or several results by name.
 REFERENCES = {
     "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
@@ -197,9 +228,8 @@ REFERENCES = {
     "embedding_of_half": lambda table, ids: table[ids],
     "gather": lambda x, ids: x[ids],
     "one_hot": lambda ids, classes: (ids[:, None] == jnp.arange(int(classes[0]))).astype(float),
-    "first_occurrences": lambda ids, classes: {
-        "found": (jnp.arange(int(classes[1])) < jnp.bincount(jnp.ravel(ids), length=int(classes[0]))[:, None]).ravel().astype(float)
-    },
+    "grouped_linear": grouped_linear,
+    "combine": lambda rows, gates, ids: jnp.einsum("tj,tjc->tc", gates, rows[places(ids)]),
     "add_positions": lambda x, table: x + table[: x.shape[1]],
     "slice": lambda x, range: x[:, int(range[0]) : int(range[1])],
     "concat": lambda a, b: jnp.concatenate([a, b], axis=1),
@@ -207,6 +237,7 @@ REFERENCES = {
     "binary_cross_entropy": binary_cross_entropy,
     "cross_entropy_by": cross_entropy_by,
     "linear_cross_entropy": linear_cross_entropy,
+    "linear_cross_entropy_of_rows": linear_cross_entropy_of_rows,
     "rms_norm_residual": lambda x, residual, gain, epsilon: {"h": x + residual, "y": rms_norm(x + residual, gain, epsilon)},
     "swap_extents": lambda x: jnp.swapaxes(x, 1, 2),
     "gelu_bias": lambda x, bias: gelu(x + bias),
@@ -268,13 +299,14 @@ KEPT = {
     "rms_norm_residual": normed(rms_norm),
     "layer_norm": normed(layer_norm),
     "linear_cross_entropy": linear_cross_entropy_bf16,
+    "linear_cross_entropy_of_rows": linear_cross_entropy_of_rows_bf16,
     # Only for BF16, and only backward.
     "gelu_linear": lambda pre, w, dy: {"dpre": jax.vjp(lambda pre: gelu(pre) @ w, pre)[1](dy)[0]},
 }
 
 # Ops that take only f32: those without a BF16 version, casts, and updates of weights, which are
 # f32.
-F32_ONLY = {"attention", "attention_cached", "first_occurrences", "flash_attention_tf32", "to_bf16", "to_f32", "adamw", "adamw_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
+F32_ONLY = {"attention", "attention_cached", "flash_attention_tf32", "to_bf16", "to_f32", "adamw", "adamw_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
 # Ops that round intermediate values are checked by the norm of a result, so planted errors change
 # all elements.
 BY_NORM = {"flash_attention_bf16", "flash_attention_tf32"}

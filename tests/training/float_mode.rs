@@ -256,13 +256,8 @@ fn host_numbers(arena: &mut Arena, logits: &[f32]) -> Vec<u64> {
     numbers.extend((0..50).map(|_| u64::from(sampler.next(logits).unwrap())));
     let mut progress = EpochProgress::default();
     for number in 1..9 {
-        progress.add(&Update {
-            number,
-            samples: 3,
-            loss: f64::from_bits(0x3fb9_9999_9999_999a),
-            gradient_l2: None,
-            monitored_l2: None,
-        });
+        let loss = f64::from_bits(0x3fb9_9999_9999_999a);
+        progress.add(&Update { number, samples: 3, loss, ..Update::default() });
     }
     numbers.push(progress.mean_loss().to_bits());
     let check = GradCheck::default().run(arena, &[(&logits[..6], [6].into())], |_, inputs| inputs[0].tanh());

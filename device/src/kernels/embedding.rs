@@ -1,5 +1,5 @@
-//! Table rows by id, and the sums of rows with the same id: token embedding, its gradient, and
-//! gather.
+//! Table rows by id, and the sums of rows with the same id: token embedding, its gradient, gather,
+//! and the places of ids in groups.
 //!
 //! ```text
 //! ids     7  2  7  0  7  2     a token's row of the table
@@ -362,50 +362,54 @@ contract! { unsafe rows_finish { block: BLOCK } |k| {
     warps(k.sorted.len().div_ceil(CHUNK), k.cols)
 }}
 
-/// Finds the first `count` places of each class, ascending. Shapes: `sorted`, `order`: `[n]`, not
-/// empty, `places`, `rows`, `found`: `length` elements, `count` for each class. A place divided by
-/// `each` is its row. `found` is 1, or 0 where the class occurs less often; the places are then
-/// others, spread over all. Overwrites the last three.
+/// Finds the places of ids in the order of their sort, and where each id begins. Shapes: `ids`,
+/// `sorted`, `order`, `rows`, `places`: `[n]`, `offsets`: `length` elements. `sorted` and `order`
+/// are the sorted `ids` and their original positions, of which each `each` are a row.
+///
+/// Overwrites the last three: `rows[i] = order[i] / each`, `places[order[i]] = i`, and
+/// `offsets[id]`, the number of ids below `id`.
 #[kernel]
-pub unsafe fn first_places(
+pub unsafe fn group_places(
+    ids: &[u32],
     sorted: &[u32],
     order: &[u32],
-    count: usize,
     each: usize,
     length: usize,
-    places: *mut u32,
     rows: *mut u32,
-    found: *mut f32,
+    places: *mut u32,
+    offsets: *mut u32,
 ) {
-    // SAFETY: the contract checks `count` and `each`. An index is compared with the number of ids,
-    // and this thread's element with `length`.
+    // SAFETY: the contract checks `each`. This thread's element is compared with the number of ids
+    // and with `length`, and bisection stays inside the ids.
     unsafe {
         let own = (thread::block_idx_x() * BLOCK + thread::thread_idx_x()) as usize;
+        if own < ids.len() {
+            let id = load(ids, own);
+            let first = bisect(sorted, 0, sorted.len(), |other| other < id);
+            let end = first + bisect(sorted, first, sorted.len(), |other| other == id);
+            // The positions of an id ascend.
+            store(places, own, (first + bisect(order, first, end, |other| other < own as u32)) as u32);
+            store(rows, own, divide(load(order, own) as usize, each).0 as u32);
+        }
         if own < length {
-            let (class, at) = divide(own, count);
-            let class = class as u32;
-            let index = bisect(sorted, 0, sorted.len(), |id| id < class) + at;
-            let is_found = index < sorted.len() && load(sorted, index) == class;
-            let place = if is_found { load(order, index) } else { own as u32 % sorted.len() as u32 };
-            store(places, own, place);
-            store(rows, own, (place as usize / each) as u32);
-            store(found, own, if is_found { 1.0 } else { 0.0 });
+            store(offsets, own, bisect(sorted, 0, sorted.len(), |other| other < own as u32) as u32);
         }
     }
 }
 
-// SAFETY: there are ids, and `count` and `each` are not 0. A thread writes its own element of the
-// results, which have `length`.
-contract! { unsafe first_places { block: BLOCK } |k| {
-    Violation::unless(k.count > 0 && k.each > 0, "count, each", "at least 1 each", std::format!("{}, {}", k.count, k.each))?;
-    let ids = k.sorted.len();
-    Violation::unless(ids > 0 && u32::try_from(ids).is_ok(), "sorted", "1 to 2^32 - 1 ids", ids)?;
+// SAFETY: `each` is not 0. A thread writes its own element of the results, of which two are as long
+// as `ids` and one has `length`.
+contract! { unsafe group_places { block: BLOCK } |k| {
+    Violation::unless(k.each > 0, "each", "at least 1", k.each)?;
+    let ids = k.ids.len();
+    Violation::unless(u32::try_from(ids).is_ok(), "ids", "less than 2^32", ids)?;
     Violation::unless(u32::try_from(k.length).is_ok(), "length", "less than 2^32", k.length)?;
+    Violation::unless_length("sorted", ids, k.sorted.len())?;
     Violation::unless_length("order", ids, k.order.len())?;
-    Violation::unless_length("places", k.length, k.places.len())?;
-    Violation::unless_length("rows", k.length, k.rows.len())?;
-    Violation::unless_length("found", k.length, k.found.len())?;
-    Grid::cover(k.length, BLOCK as usize)
+    Violation::unless_length("rows", ids, k.rows.len())?;
+    Violation::unless_length("places", ids, k.places.len())?;
+    Violation::unless_length("offsets", k.length, k.offsets.len())?;
+    Grid::cover(ids.max(k.length), BLOCK as usize)
 }}
 
 /// Returns the grid with one warp for each item and 128 columns.

@@ -91,6 +91,69 @@ family! {
     }
 }
 
+family! {
+    /// Computes the loss of each row, or the gradients of its logits, as [`cross_entropy`] does
+    /// for a sum of all rows:
+    ///
+    /// ```text
+    /// losses[r] = log(t) - (logits[r, labels[r]] - m)               if `gradients` is 0
+    /// dlogits[r, c] = dlosses[r] (p[r, c] - [c = labels[r]])        if `gradients` is 1
+    /// ```
+    /// Shapes: `logits`, `dlogits`: `[rows, classes]`, `labels`, `losses`, `dlosses`: `[rows]`. A
+    /// row with the label [`IGNORED`] has the loss 0, and its gradients are 0. Other rows with
+    /// `labels[r] >= classes` give NaN. If `gradients` is 1, `losses` is empty. Otherwise `dlosses`
+    /// and `dlogits` are. Overwrites the others.
+    ///
+    /// [`cross_entropy`]: struct@cross_entropy
+    cross_entropy_of_rows<S: Stored> { cross_entropy_of_rows_f32: f32; cross_entropy_of_rows_bf16: bf16; }
+    unsafe fn(
+        logits: &[S],
+        labels: &[u32],
+        classes: usize,
+        gradients: u32,
+        dlosses: &[f32],
+        losses: *mut f32,
+        dlogits: *mut S,
+    ) {
+        let block = thread::block_idx_x() as usize;
+        // SAFETY: the row lies inside each argument that is not empty, and its lanes stay
+        // converged. All threads of a long row's block compute it together.
+        unsafe {
+            let target = |row: usize| {
+                let weight = if gradients != 0 { load(dlosses, row) } else { 1.0 };
+                Target { weight, smoothing: 0.0, ignore: true, gradients: gradients != 0 }
+            };
+            if classes > MOST_OF_A_WARP {
+                let loss = loss_of_long_row(logits, labels, classes, target(block), dlogits);
+                if gradients == 0 && thread::thread_idx_x() == 0 {
+                    store(losses, block, loss);
+                }
+            } else if let Some(row) = Row::after(block * loss_rows(classes), logits.len(), classes) {
+                let (number, target) = (row.number, target(row.number));
+                let is_first = row.is_first_lane();
+                let loss = with_held!(row, classes, loss_of_row(logits, labels, classes, target, dlogits));
+                if gradients == 0 && is_first {
+                    store(losses, number, loss);
+                }
+            }
+        }
+    }
+    // SAFETY: `logits` has whole rows of `classes`. `labels`, `losses` and `dlosses` have one for
+    // each row, unless they are empty and not accessed, and `dlogits` is as long as `logits` if it
+    // is written. A thread accesses a row only if it begins inside `logits`, and uses a label as an
+    // index only if it is a class.
+    contract unsafe { block: BLOCK, shared: REDUCTIONS * REDUCTION_BYTES } |k| {
+        Violation::unless(k.classes <= u32::MAX as usize, "classes", "less than 2^32", k.classes)?;
+        let rows = crate::warp::rows_in("logits", k.logits.len(), k.classes)?;
+        Violation::unless_length("labels", rows, k.labels.len())?;
+        let [losses, dlosses, dlogits] = if k.gradients == 0 { [rows, 0, 0] } else { [0, rows, k.logits.len()] };
+        Violation::unless_length("losses", losses, k.losses.len())?;
+        Violation::unless_length("dlosses", dlosses, k.dlosses.len())?;
+        Violation::unless_length("dlogits", dlogits, k.dlogits.len())?;
+        Grid::cover(rows, loss_rows(k.classes))
+    }
+}
+
 /// The label of rows without a loss, if `ignore` is 1.
 pub const IGNORED: u32 = u32::MAX;
 

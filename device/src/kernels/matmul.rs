@@ -35,25 +35,26 @@
 //!   [`sum_splits`](struct@sum_splits) reduces them. Such a partial sum has no epilogue: no
 //!   `alpha`, bias, `beta` or flag.
 
-mod block;
+pub(crate) mod block;
 #[cfg(not(target_arch = "nvptx64"))]
 pub(crate) mod checks;
 #[cfg(not(target_arch = "nvptx64"))]
-mod cpu;
+pub(crate) mod cpu;
 pub(crate) mod epilogue;
-mod operand;
+pub(crate) mod operand;
 pub(crate) mod split;
 pub(crate) mod tile;
 
 use crate::family;
-use block::{Problem, compute};
+use block::{GROUP, Problem};
 #[cfg(not(target_arch = "nvptx64"))]
 use checks::{check_factors, check_outputs, check_split_k};
 use cuda_std::prelude::*;
 use epilogue::Epilogue;
 pub use epilogue::{EpilogueForm, ProductExtents};
-use operand::{Operand, is_even};
+use operand::Operand;
 pub use split::*;
+use tile::place;
 pub use tile::{Cost, Tile};
 
 /// A flag: A is stored as `[k, m]`.
@@ -94,21 +95,27 @@ pub const T128X256: Tile =
 #[cfg(not(target_arch = "nvptx64"))]
 pub const ON_CPU: Tile = cpu::TILE;
 
-/// Calls `compute` with the constants of a tile.
+/// Computes a problem's tile at `$place`, with the constants of the block's tile.
 macro_rules! multiply {
-    ($problem:expr, $tile:ident) => {{
-        const {
-            assert!(
-                is_even($tile, $tile.rows())
-                    && is_even($tile, $tile.cols())
-                    && $tile.depth.is_multiple_of($tile.step())
-            )
-        };
-        compute::<{ $tile.each[0] }, { $tile.each[1] }, { $tile.stages - 2 }, { $tile.at_once }, { $tile.unrolled() }>(
-            $problem, $tile,
+    ($problem:expr, $tile:ident, $place:expr) => {{
+        use $crate::matmul::{block::compute, operand::is_even};
+        #[cfg(not(target_arch = "nvptx64"))]
+        if $tile.is_on_cpu() {
+            return $crate::matmul::cpu::compute($problem, $place);
+        }
+        // The emulator's own tile has returned above. `compute` cannot be compiled for it, so
+        // another tile takes its place here.
+        #[cfg(not(target_arch = "nvptx64"))]
+        const GPU: Tile = if $tile.is_on_cpu() { $crate::matmul::T16X16 } else { $tile };
+        #[cfg(target_arch = "nvptx64")]
+        const GPU: Tile = $tile;
+        const { assert!(is_even(GPU, GPU.rows()) && is_even(GPU, GPU.cols()) && GPU.depth.is_multiple_of(GPU.step())) };
+        compute::<{ GPU.each[0] }, { GPU.each[1] }, { GPU.stages - 2 }, { GPU.at_once }, { GPU.unrolled() }>(
+            $problem, GPU, $place,
         )
     }};
 }
+pub(crate) use multiply;
 
 /// Returns the grid that covers `[m, n]` with tiles: y indexes the split, z the batch.
 ///
@@ -177,15 +184,7 @@ family! {
         let problem = Problem { a, b, epilogue, k: SplitRange::new(k, k_per_split, split) };
         // SAFETY: the contract has checked that each batch lies inside its arguments.
         unsafe {
-            #[cfg(not(target_arch = "nvptx64"))]
-            if self::TILE.is_on_cpu() {
-                return cpu::compute(problem);
-            }
-            // The emulator's own tile has returned above. `multiply!` cannot be compiled for it, so
-            // another tile takes its place here.
-            #[cfg(not(target_arch = "nvptx64"))]
-            const TILE: Tile = if self::TILE.is_on_cpu() { T16X16 } else { self::TILE };
-            multiply!(problem, TILE)
+            multiply!(problem, TILE, place([m.div_ceil(TILE.rows()), n.div_ceil(TILE.cols())], GROUP))
         }
     }
     // SAFETY: the comment on `grid!` shows that the checks suffice. `multiply!` gives the kernel

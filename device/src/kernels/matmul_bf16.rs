@@ -38,10 +38,11 @@ use super::matmul::TRANSPOSE_A;
 use super::matmul::checks::{self, check_factors, check_outputs, check_split_k};
 use super::matmul::epilogue::Epilogue;
 use super::matmul::split::{SplitK, SplitRange};
+use super::matmul::tile::place;
 use super::matmul::{Cost, TRANSPOSE_B};
 use crate::family;
 use crate::matmul::{EpilogueForm, ProductExtents};
-use block::{ColumnSums, Problem, compute};
+use block::{ColumnSums, GROUP, Problem, compute};
 use cuda_std::prelude::*;
 use half::bf16;
 use operand::Operand;
@@ -169,7 +170,8 @@ family! {
             const TILE: Tile = VARIANT.1;
             const ROWS: usize = TILE.each[0];
             const COLS: usize = TILE.each[1];
-            compute::<A_ALONG_K, ROWS, COLS, { 2 * COLS }, { TILE.passes()[0] }, { TILE.passes()[1] }, S>(problem, TILE);
+            let place = place([m.div_ceil(TILE.rows()), n.div_ceil(TILE.cols())], GROUP);
+            compute::<A_ALONG_K, ROWS, COLS, { 2 * COLS }, { TILE.passes()[0] }, { TILE.passes()[1] }, S>(problem, TILE, place);
         }
     }
     // SAFETY: every batch of `a` and `b` lies inside its argument. Every matrix of a batch and

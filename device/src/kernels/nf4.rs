@@ -29,28 +29,39 @@ const ACROSS: usize = 8;
 const DOWN: usize = BLOCK as usize / ACROSS;
 
 family! {
-    /// Decodes a matrix: `out[i, first + o] = w[o, i]`. Shapes: `words`: those of `w`: `[outputs,
-    /// inputs]`, `out`: `[inputs, columns]`. Overwrites these columns of `out`.
+    /// Decodes matrices of equal extents: `out[i, first + n outputs + o] = w_n[o, i]`. Shapes:
+    /// `words`: those of each `w_n`: `[outputs, inputs]`, one matrix after another, `out`:
+    /// `[inputs, columns]`. Overwrites these columns of `out`.
     nf4_decode<S: Stored> { nf4_decode_f32: f32; nf4_decode_bf16: bf16; }
-    unsafe fn(words: &[u32], inputs: usize, outputs: usize, columns: usize, first: usize, out: *mut S) {
-        let thread = thread::thread_idx_x() as usize;
+    unsafe fn(
+        words: &[u32],
+        inputs: usize,
+        outputs: usize,
+        matrices: usize,
+        columns: usize,
+        first: usize,
+        out: *mut S,
+    ) {
+        let (thread, number) = (thread::thread_idx_x() as usize, thread::block_idx_y() as usize);
         // SAFETY: the contract checks that there are at least 8 outputs, that `words` has all words
-        // of the matrix, and that `out` has all of its columns. The square lies inside the matrix.
+        // of the matrices, and that `out` has all of their columns. The square lies inside its
+        // matrix.
         unsafe {
             let (down, across) = divide(thread::block_idx_x() as usize, (outputs / SIDE).div_ceil(ACROSS));
             let (down, across) = (down * DOWN + thread / ACROSS, across * ACROSS + thread % ACROSS);
-            if down >= inputs / SIDE || across >= outputs / SIDE {
+            if down >= inputs / SIDE || across >= outputs / SIDE || number >= matrices {
                 return;
             }
             let layout = Layout::new(inputs * outputs);
-            let offset = f32::from_bits(load(words, layout.offset));
+            let start = number * layout.words;
+            let offset = f32::from_bits(load(words, start + layout.offset));
             let (mut codes, mut scales) = ([0; SIDE], [0.0; SIDE]);
             unroll!(row < 8 => {
                 let at = (across * SIDE + row) * inputs + down * SIDE;
                 let block = at / crate::nf4_format::BLOCK;
-                let factor = f32::from_bits(load(words, layout.factors + block / GROUP));
-                let code = load(words, layout.scales + block / 4) >> (8 * (block % 4));
-                codes[row] = load(words, at / PER_WORD);
+                let factor = f32::from_bits(load(words, start + layout.factors + block / GROUP));
+                let code = load(words, start + layout.scales + block / 4) >> (8 * (block % 4));
+                codes[row] = load(words, start + at / PER_WORD);
                 scales[row] = scale(code, factor, offset);
             });
             unroll!(input < 8 => {
@@ -59,30 +70,30 @@ family! {
                     values[row] = weight(codes[row] >> shift(input), scales[row]);
                 });
                 let [a, b, c, d, e, f, g, h] = values;
-                let at = (down * SIDE + input) * columns + first + across * SIDE;
+                let at = (down * SIDE + input) * columns + first + number * outputs + across * SIDE;
                 store8([F4([a, b, c, d]), F4([e, f, g, h])], out, at);
             });
         }
     }
     // SAFETY: `inputs`, `outputs`, `columns` and `first` are multiples of 8, so the squares cover
     // the matrix and each row of a square begins on a boundary of eight elements. `words` has the
-    // words of the matrix. Its columns lie inside the rows of `out`, which has `inputs` rows. A
-    // thread whose square lies outside the matrix does nothing. There are as many blocks as tiles.
+    // words of the matrices. Their columns lie inside the rows of `out`, which has `inputs` rows. A
+    // thread whose square lies outside its matrix does nothing. There are as many blocks as tiles.
     contract unsafe { block: BLOCK, shared: 0 } |k| {
         for (name, number) in [("inputs", k.inputs), ("outputs", k.outputs), ("columns", k.columns), ("first", k.first)] {
             Violation::unless_aligned(name, number, SIDE)?;
         }
         Violation::unless(k.inputs > 0, "inputs", "at least 8", k.inputs)?;
         Violation::unless(k.outputs > 0, "outputs", "at least 8", k.outputs)?;
-        let inside = Size::of(k.first).plus(k.outputs).at_most(k.columns);
-        Violation::unless(inside, "columns", "at least `first` + `outputs`", k.columns)?;
+        let inside = Size::of(k.matrices).times(k.outputs).plus(k.first).at_most(k.columns);
+        Violation::unless(inside, "columns", "at least `first` + `matrices` times `outputs`", k.columns)?;
         Violation::unless_length("out", Size::of(k.inputs).times(k.columns), k.out.len())?;
         // As many as in `out`, at most, so the product does not overflow.
         let weights = k.inputs.saturating_mul(k.outputs);
-        Violation::unless_length("words", Layout::new(weights).words, k.words.len())?;
+        Violation::unless_length("words", Size::of(k.matrices).times(Layout::new(weights).words), k.words.len())?;
         let [across, down] = [(k.outputs, ACROSS), (k.inputs, DOWN)].map(|(extent, squares)| {
             Size::of(extent).div_ceil(SIDE).div_ceil(squares)
         });
-        Grid::cover(across.times(down), 1)
+        Grid::new(across.times(down), k.matrices, 1_u32)
     }
 }

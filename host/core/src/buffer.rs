@@ -164,6 +164,19 @@ impl AnyBuffer<'_> {
         }
     }
 
+    /// Returns the whole words that contain these elements, like [`AnyBuffer::words`].
+    ///
+    /// # Panics
+    /// Panics if the range exceeds the buffer.
+    pub fn words_of(self, elements: Range<usize>) -> Memory<f32> {
+        let (start, len) = (elements.start, elements.len());
+        match self {
+            Self::F32(buffer) => buffer.memory().part(start, len),
+            Self::Bf16(buffer) => buffer.memory().part(start, len).words().cast(),
+            Self::U32(buffer) => buffer.memory().part(start, len).cast(),
+        }
+    }
+
     /// Passes the bytes of a range to `each`, piece by piece. Waits for each piece.
     pub fn for_each_piece(self, bytes: Range<usize>, each: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         fn run<T: Element>(

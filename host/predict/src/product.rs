@@ -11,6 +11,8 @@ use crate::code::{Activations, Code};
 use crate::warpgroup;
 use crate::work::{Work, adds};
 
+/// The names of the products of groups of rows begin with this.
+const GROUPED: &str = "matmul_grouped";
 /// The names of the products in TF32 by `wgmma` begin with this.
 const TF32_WGMMA: &str = "matmul_wgmma_tf32";
 
@@ -49,6 +51,17 @@ impl Extents {
             // The tile's rows are columns of the output if the operands are swapped.
             return if is_tf32 && flags & SWAP != 0 { Self { m: own.n, n: own.m, ..own } } else { own };
         }
+        if launch.entry.name.starts_with(GROUPED) {
+            // a, b and offsets take two words each; out takes one. Each group is assumed to have
+            // its share of the rows.
+            let row = |at: usize| words.as_slice()[7 + words_of::<ProductExtents>() + at] as f64;
+            let own = Self::new(words.value(7), [row(0), row(1)], flags);
+            let share = 1.0 / own.batches.max(1.0);
+            return match flags & TRANSPOSE_A {
+                0 => Self { m: own.m * share, ..own },
+                _ => Self { k: own.k * share, chunk: own.chunk * share, ..own },
+            };
+        }
         // a, b and bias take two words each; c, out, pre and sums take one. Fragments have no row
         // strides.
         let fragments = launch.entry.name.starts_with("matmul_tf32");
@@ -72,7 +85,7 @@ pub(crate) fn work(launch: &Launch, code: &Code, activations: Activations) -> Wo
     let threads = f64::from(launch.entry.block);
     let [rows, cols] = name.split('_').find_map(tile).expect("a product's kernel has its tile in its name");
     let warps = threads / 32.0;
-    let (is_tf32, is_tensor) = (name.starts_with("matmul_tf32"), name.starts_with("matmul_of_bf16"));
+    let (is_tf32, is_tensor) = (name.starts_with("matmul_tf32"), name.contains("of_bf16"));
     let is_f32 = hot.mma == 0.0;
     let mut work = Work::plain(launch, code);
     let outputs = launch.entry.pointers.iter().zip(launch.words.extents()).filter(|(name, _)| **name != "sums");

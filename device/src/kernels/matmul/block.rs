@@ -21,7 +21,6 @@
 use super::epilogue::{Epilogue, Places};
 use super::operand::Stage;
 use super::split::SplitRange;
-use super::tile::place;
 use super::{Operand, Tile};
 use crate::machine::IS_GPU;
 use crate::tile::{SharedTile, commit_copies, wait_copies};
@@ -30,14 +29,14 @@ use crate::vector::F4;
 use cuda_std::{GpuFloat, prelude::*};
 
 /// Blocks run down the columns within a group of this many rows of tiles.
-pub(super) const GROUP: u32 = 8;
+pub(crate) const GROUP: u32 = 8;
 
 /// One matrix multiply, from the point of view of one thread.
-pub(super) struct Problem<'p> {
-    pub(super) a: Operand<'p>,
-    pub(super) b: Operand<'p>,
-    pub(super) epilogue: Epilogue<'p, f32>,
-    pub(super) k: SplitRange,
+pub(crate) struct Problem<'p> {
+    pub(crate) a: Operand<'p>,
+    pub(crate) b: Operand<'p>,
+    pub(crate) epilogue: Epilogue<'p, f32>,
+    pub(crate) k: SplitRange,
 }
 
 impl Problem<'_> {
@@ -52,14 +51,14 @@ impl Problem<'_> {
     }
 }
 
-/// Computes this block's tile. A thread has `TM x TN` outputs. `AHEAD + 1` stages are being copied
-/// while one is in use. A thread reads the factors of `AT_ONCE` k together, `GROUPS` times in the
-/// loop's body.
+/// Computes the tile in this row and this column of tiles. A thread has `TM x TN` outputs. `AHEAD +
+/// 1` stages are being copied while one is in use. A thread reads the factors of `AT_ONCE` k
+/// together, `GROUPS` times in the loop's body.
 ///
 /// # Safety
 /// The contract has accepted the problem, and the const parameters match `tile`.
 #[inline(always)]
-pub(super) unsafe fn compute<
+pub(crate) unsafe fn compute<
     const TM: usize,
     const TN: usize,
     const AHEAD: u32,
@@ -68,10 +67,9 @@ pub(super) unsafe fn compute<
 >(
     mut problem: Problem<'_>,
     tile: Tile,
+    [row, col]: [u32; 2],
 ) {
-    let Epilogue { m, n, .. } = problem.epilogue;
     let (rows, cols) = (tile.rows(), tile.cols());
-    let [row, col] = place([m.div_ceil(rows), n.div_ceil(cols)], GROUP);
     let first = [row * rows, col * cols];
     let origin = within(tile);
     loop {

@@ -80,14 +80,20 @@ macro_rules! check_outputs {
         if !$p.bias.is_empty() {
             checks::holds("bias", $p.bias.len(), $p.extents.batches, $p.epilogue.stride_bias, [1, n], n)?;
         }
-        Violation::unless(ldc >= n, "out", "rows that do not overlap", format_args!("rows {ldc} apart"))?;
-        let rows_apart = Size::of(m).times(ldc).at_most($p.epilogue.stride_c);
-        let columns_apart = $p.epilogue.stride_c >= n && matrices.times($p.epilogue.stride_c).at_most(ldc);
-        let apart = matrices.at_most(1) || rows_apart || columns_apart;
-        Violation::unless(apart, "stride_c", "batches that do not write the same element", $p.epilogue.stride_c)?;
+        checks::apart(matrices, $p.epilogue.stride_c, [m, n], ldc)?;
     };
 }
 pub(crate) use check_outputs;
+
+/// Returns Ok if no two elements of `matrices` of `m` x `n` outputs, with strides `stride` and
+/// `ldc`, are the same.
+pub(crate) fn apart(matrices: Size, stride: usize, [m, n]: [usize; 2], ldc: usize) -> Result<(), Violation> {
+    Violation::unless(ldc >= n, "out", "rows that do not overlap", format_args!("rows {ldc} apart"))?;
+    let rows_apart = Size::of(m).times(ldc).at_most(stride);
+    let columns_apart = stride >= n && matrices.times(stride).at_most(ldc);
+    let apart = matrices.at_most(1) || rows_apart || columns_apart;
+    Violation::unless(apart, "stride_c", "batches that do not write the same element", stride)
+}
 
 /// Returns Ok if `matrices` of `rows` x `cols`, with strides `stride` and `ld`, lie inside `len`
 /// elements. They may overlap.

@@ -28,10 +28,10 @@
 
 mod epilogue;
 
-use super::block::{GROUP, Problem};
+use super::block::Problem;
 use super::epilogue::{Epilogue, Places};
 use super::operand::Operand;
-use super::tile::{Cost, Tile, place};
+use super::tile::{Cost, Tile};
 use crate::machine::memory::{load_run, prefetch};
 use crate::tile::SharedTile;
 use crate::unroll;
@@ -74,14 +74,13 @@ const _: () = assert!(TILE.shared_bytes() >= SHARED_BYTES);
 #[repr(align(64))]
 struct Sums([[f32; PANEL as usize]; PANEL as usize]);
 
-/// Computes this block's tile.
+/// Computes the tile in this row and this column of tiles.
 ///
 /// # Safety
 /// The contract has accepted the problem.
 #[inline(always)]
-pub(super) unsafe fn compute(mut problem: Problem<'_>) {
+pub(crate) unsafe fn compute(mut problem: Problem<'_>, [row, col]: [u32; 2]) {
     let Epilogue { m, n, .. } = problem.epilogue;
-    let [row, col] = place([m.div_ceil(ROWS), n.div_ceil(COLS)], GROUP);
     let first = [row * ROWS, col * COLS];
     let panels = [thread::thread_idx_x() / PANELS[1], thread::thread_idx_x() % PANELS[1]];
     let [first_row, first_col] = [first[0] + panels[0] * PANEL, first[1] + panels[1] * PANEL];

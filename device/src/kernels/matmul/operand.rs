@@ -28,12 +28,12 @@ const LANES_ALONG_K: u32 = 8;
 
 /// One operand: `rows` x k, starting at index `start`. It is contiguous along k (`along_k`) or
 /// along the rows. Consecutive rows (or consecutive k) are `stride` elements apart.
-pub(super) struct Operand<'p> {
-    pub(super) values: &'p [f32],
-    pub(super) start: usize,
-    pub(super) rows: u32,
-    pub(super) stride: u32,
-    pub(super) along_k: bool,
+pub(crate) struct Operand<'p> {
+    pub(crate) values: &'p [f32],
+    pub(crate) start: usize,
+    pub(crate) rows: u32,
+    pub(crate) stride: u32,
+    pub(crate) along_k: bool,
 }
 
 /// The part of an operand that is copied, and its destination.
@@ -125,7 +125,7 @@ const fn lanes(count: u32, threads: u32) -> u32 {
 
 /// True if the copies of a stage of `width` rows divide evenly among a block's threads, in both
 /// operand layouts.
-pub(super) const fn is_even(tile: Tile, width: u32) -> bool {
+pub(crate) const fn is_even(tile: Tile, width: u32) -> bool {
     let threads = tile.threads();
     width.is_multiple_of(threads / LANES_ALONG_K)
         && tile.depth.is_multiple_of(LANES_ALONG_K)

@@ -98,7 +98,7 @@ pub(crate) struct SplitRange {
     /// The end of its last chain.
     pub(crate) end: u32,
     /// The products of a chain. The last chain may have fewer.
-    pub(super) chain: u32,
+    pub(crate) chain: u32,
 }
 
 impl SplitRange {

@@ -28,7 +28,6 @@ use super::operand::Operand;
 use super::tile::{DEPTH, Tile};
 use crate::format::{Bf16, Format};
 use crate::matmul::epilogue::Epilogue;
-use crate::matmul::tile::place;
 use crate::mma::fragments::total_of_column;
 use crate::stored::Stored;
 use crate::unroll_on_gpu;
@@ -41,7 +40,7 @@ use machine::sum;
 const STEP: u32 = Bf16::PER_STEP;
 
 /// Blocks run down the columns within a group of this many rows of tiles.
-const GROUP: u32 = 16;
+pub(crate) const GROUP: u32 = 16;
 
 const _: () = assert!(DEPTH == 2 * STEP, "a stage has two steps");
 
@@ -67,15 +66,15 @@ pub(crate) struct ColumnSums {
     pub(crate) start: usize,
 }
 
-/// Computes the block's tile. `A_ALONG` is true if A is contiguous along k. A warp has `ROWS x
-/// COLS` squares of 16 x 16 outputs, and `TILES`, twice `COLS`, mma tiles along the columns.
-/// `A_PASSES` and `B_PASSES` are [`Tile::passes`].
+/// Computes the tile in this row and this column of tiles. `A_ALONG` is true if A is contiguous
+/// along k. A warp has `ROWS x COLS` squares of 16 x 16 outputs, and `TILES`, twice `COLS`, mma
+/// tiles along the columns. `A_PASSES` and `B_PASSES` are [`Tile::passes`].
 ///
 /// # Safety
 /// The contract has accepted the problem, and the const parameters match `tile`. All threads of the
 /// block call it together.
 #[inline(always)]
-pub(super) unsafe fn compute<
+pub(crate) unsafe fn compute<
     const A_ALONG: bool,
     const ROWS: usize,
     const COLS: usize,
@@ -86,11 +85,10 @@ pub(super) unsafe fn compute<
 >(
     problem: Problem<'_, S>,
     tile: Tile,
+    [row, col]: [u32; 2],
 ) {
     let epilogue = problem.epilogue;
-    let (rows, cols) = (tile.rows(), tile.cols());
-    let [row, col] = place([epilogue.m.div_ceil(rows), epilogue.n.div_ceil(cols)], GROUP);
-    let first = [row * rows, col * cols];
+    let first = [row * tile.rows(), col * tile.cols()];
     let warp = thread::thread_idx_x() / 32;
     let origin = [warp / tile.warps[1] * 16 * ROWS as u32, warp % tile.warps[1] * 16 * COLS as u32];
 

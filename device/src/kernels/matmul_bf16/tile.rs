@@ -51,7 +51,7 @@ impl Tile {
 
     /// The 16-byte copies that a thread makes for a stage: of A, and of B.
     #[inline(always)]
-    pub(super) const fn passes(self) -> [usize; 2] {
+    pub(crate) const fn passes(self) -> [usize; 2] {
         let chunks = DEPTH / CHUNK;
         [(self.rows() * chunks / self.threads()) as usize, (self.cols() * chunks / self.threads()) as usize]
     }

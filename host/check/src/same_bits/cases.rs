@@ -12,8 +12,8 @@ use super::case::{Case, both, each};
 use super::declared::{declared, declared_pointwise};
 use super::inputs::Inputs;
 use super::products::Bf16Kernel;
-use super::{aligned, attention, attention_mma, products, products_tf32};
-use cuda_std::launch::Slice;
+use super::{aligned, attention, attention_mma, grouped, products, products_tf32};
+use cuda_std::launch::{PointerMut, Slice};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::companded::{Code, RUN_WORDS};
@@ -29,8 +29,10 @@ use kernels::flash_attention_wgmma::{
     flash_bwd_scores_wgmma, flash_forward_wgmma,
 };
 use kernels::guard::{PATTERN, guard_check, guard_write};
+use kernels::loss::cross_entropy_of_rows;
 use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
+use kernels::matmul_grouped::{matmul_grouped, matmul_grouped_of_bf16};
 use kernels::matmul_mma::matmul_mma;
 use kernels::matmul_wgmma::matmul_wgmma;
 use kernels::matmul_wgmma_tf32::matmul_wgmma_tf32;
@@ -269,14 +271,13 @@ const LISTED: &[Listed] = &[
             i.keep(&order)
         })
     }),
-    One("first_places", |i| {
-        for (count, classes, places) in i.by_size([(4000, 9, 700), (30, 40, 3)], [(30, 4, 9); 2]) {
-            let ids = i.random.borrow_mut().belows(count, classes as u32);
-            let ids = i.step.upload_indices(&ids, [count / 2, 2])?;
-            let found = ops::first_occurrences(i.step, &ids, classes, places)?;
-            i.keep(found.places.values())?;
-            i.keep(found.rows.values())?;
-            i.keep(&found.found)?;
+    One("group_places", |i| {
+        for (tokens, each, groups) in i.by_size([(2000, 2, 9), (5, 8, 40)], [(15, 2, 4); 2]) {
+            let ids = i.random.borrow_mut().belows(tokens * each, groups as u32);
+            let all = ops::group_by(i.step, &i.step.upload_indices(&ids, [tokens, each])?, groups)?;
+            i.keep(all.tokens().values())?;
+            i.keep(all.places().values())?;
+            i.keep(all.offsets())?;
         }
         Ok(())
     }),
@@ -420,6 +421,35 @@ const LISTED: &[Listed] = &[
         // A row of whole vectors that a block shares.
         of::<S>(i, &i.normals([2, 4100])?)
     }),
+    both!("cross_entropy_of_rows", <S>, |i| {
+        fn of<'s, S: Stored>(i: &Inputs<'_, 's>, logits: &Tensor<'s, S>) -> Result<()> {
+            let ([rows, classes], labels) = (logits.shape().as_rows(), i.labels(logits)?);
+            let (labels, dlosses) = (i.step.lend(&labels, [rows])?, i.normals([rows])?);
+            let (mut losses, mut dlogits) = (i.step.empty([rows])?, i.step.empty(logits.shape())?);
+            i.step.launch(cross_entropy_of_rows {
+                logits: logits.slice(),
+                labels: labels.slice(),
+                classes,
+                gradients: 0,
+                dlosses: Slice::empty(),
+                losses: losses.out(),
+                dlogits: PointerMut::empty(),
+            })?;
+            i.step.launch(cross_entropy_of_rows {
+                logits: logits.slice(),
+                labels: labels.slice(),
+                classes,
+                gradients: 1,
+                dlosses: dlosses.slice(),
+                losses: PointerMut::empty(),
+                dlogits: dlogits.out(),
+            })?;
+            i.keep(&losses)?;
+            i.keep(&dlogits)
+        }
+        i.rows::<S>(of)?;
+        of::<S>(i, &i.normals([2, 4100])?)
+    }),
     both!("element_loss", <S>, |i| {
         i.long::<S>(|i, x| {
             let target = i.normals(x.shape())?;
@@ -436,6 +466,8 @@ const LISTED: &[Listed] = &[
     } else {
         products::bf16_product::<f32>(i, Bf16Kernel::Mma(variant))
     }),
+    each!(matmul_grouped::VARIANTS, |i, tile| grouped::products(i, tile), if |(_, tile)| !tile.is_on_cpu()),
+    each!(matmul_grouped_of_bf16::<'_, f32>::VARIANTS, |i, variant, _stored| grouped::bf16_products(i, variant)),
     One("align_rows", aligned::copies),
     each!(matmul_wgmma::<'_, f32>::VARIANTS, |i, variant, stored| if stored == <bf16 as Element>::NAME {
         products::bf16_product::<bf16>(i, Bf16Kernel::Wgmma(variant))
@@ -444,6 +476,16 @@ const LISTED: &[Listed] = &[
     }),
     each!(matmul_wgmma_tf32::VARIANTS, |i, variant| products_tf32::product(i, variant)),
     One("align_along_k", products_tf32::copies),
+    both!("combine_forward", <S>, |i| grouped::combined::<S>(i, |i, x, gates, groups| {
+        i.keep(&ops::combine(i.step, x, Some(gates), groups)?)?;
+        i.keep(&ops::combine(i.step, x, None::<&Tensor<'_>>, groups)?)
+    })),
+    both!("combine_backward", <S>, |i| grouped::combined::<S>(i, |i, x, gates, groups| {
+        let dy = i.normals::<S>([gates.shape().as_rows()[0], x.shape().as_rows()[1]])?;
+        let (dx, dgates) = ops::launch::combine_backward(i.step, x, gates, &dy, groups)?;
+        i.keep(&dx)?;
+        i.keep(&dgates)
+    })),
     both!("nf4_decode", <S>, |i| i.decoded::<S>()),
     both!("rms_norm_forward", <S>, |i| {
         i.rows::<S>(|i, x| {

@@ -166,20 +166,26 @@ impl<'s> Inputs<'_, 's> {
     /// Decodes matrices of NF4 whose words are random, apart from the factors and the offset. The
     /// whole size has several groups of scales, and a last block that is shorter.
     pub(super) fn decoded<S: Stored>(&self) -> Result<()> {
-        for &[inputs, outputs, columns, first] in
-            self.by_size(&[[8, 8, 8, 0], [72, 24, 40, 16], [192, 200, 208, 8]][..], &[[40, 24, 32, 8]])
-        {
+        for &[inputs, outputs, matrices, columns, first] in self.by_size(
+            &[[8, 8, 1, 8, 0], [72, 24, 1, 40, 16], [192, 200, 1, 208, 8], [40, 24, 3, 80, 8]][..],
+            &[[40, 24, 2, 56, 8]],
+        ) {
             let layout = Layout::new(inputs * outputs);
             let mut random = self.random.borrow_mut();
-            let mut words = random.belows(layout.words, u32::MAX);
-            let scales = random.uniforms(layout.offset + 1 - layout.factors, 0.01, 0.1);
-            words[layout.factors..=layout.offset]
-                .iter_mut()
-                .zip(scales)
-                .for_each(|(word, scale)| *word = scale.to_bits());
+            let mut words = Vec::new();
+            for _ in 0..matrices {
+                let mut of_one = random.belows(layout.words, u32::MAX);
+                let scales = random.uniforms(layout.offset + 1 - layout.factors, 0.01, 0.1);
+                of_one[layout.factors..=layout.offset]
+                    .iter_mut()
+                    .zip(scales)
+                    .for_each(|(word, scale)| *word = scale.to_bits());
+                words.extend(of_one);
+            }
             drop(random);
-            let (words, mut out) = (self.step.upload(&words, [layout.words])?, self.normals::<S>([inputs, columns])?);
-            self.step.launch(nf4_decode { words: words.slice(), inputs, outputs, columns, first, out: out.out() })?;
+            let (words, mut out) = (self.step.upload(&words, [words.len()])?, self.normals::<S>([inputs, columns])?);
+            let (words, out_here) = (words.slice(), out.out());
+            self.step.launch(nf4_decode { words, inputs, outputs, matrices, columns, first, out: out_here })?;
             self.keep(&out)?;
         }
         Ok(())

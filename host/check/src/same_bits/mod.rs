@@ -30,6 +30,7 @@ mod case_size;
 mod cases;
 mod declared;
 mod golden;
+mod grouped;
 mod inputs;
 mod products;
 mod products_tf32;

@@ -54,7 +54,8 @@ fn gpt<S: Activation>(config: &ModelConfig, mode: Mode, lora: Option<Adapters>) 
     let unquantized = if <S as Element>::NAME == bf16::NAME { FrozenType::Bf16 } else { FrozenType::F32 };
     let lora = Lora::new(rank, 2.0 * rank as f64);
     let (layers, spec) = Transformer::with_lora(config.clone(), &lora, |entry| {
-        let is_linear = entry.name().starts_with("blocks.") && entry.shape().extents().len() == 2;
+        let is_matrix = entry.name().starts_with("blocks.") && entry.shape().extents().len() == 2;
+        let is_linear = is_matrix && !entry.name().ends_with("mlp.router.weight");
         match quantize {
             Some(Quantize::Nf4) if is_linear => FrozenType::Nf4,
             _ => unquantized,
@@ -178,8 +179,7 @@ fn train<S: Cast, M: Model<S>>(
         return Ok(());
     }
     let tape = Tape::new(step, &parameters);
-    let output = model.forward(&tape, &batch)?;
-    let loss = model.loss(&tape, &output, &batch)?;
+    let (loss, _) = model.training_loss_with_figures(&tape, &batch)?;
     if spec.gradients() == GradientType::Released {
         return optimizer.apply_in_backward(ticket, tape, &loss).map(drop);
     }

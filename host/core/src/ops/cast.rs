@@ -31,7 +31,11 @@ pub fn to_f32<'s>(step: &Step<'s>, x: &impl Source<'s, bf16>) -> Result<Tensor<'
 pub(super) fn narrowed<'s, S: Stored>(step: &Step<'s>, x: Tensor<'s>) -> Result<Tensor<'s, S>> {
     let x = match <S as Element>::NAME == f32::NAME {
         true => AnyTensor::F32(x),
-        false => AnyTensor::Bf16(to_bf16(step, &x)?),
+        false => {
+            let narrow = to_bf16(step, &x)?;
+            step.free(x);
+            AnyTensor::Bf16(narrow)
+        }
     };
     Ok(S::restore(x).expect("f32 or BF16"))
 }

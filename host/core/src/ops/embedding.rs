@@ -1,5 +1,4 @@
-//! Table lookup by token ids or by positions, gather, and the places of each id. Gradients are sums
-//! in a fixed order.
+//! Table lookup by token ids or by positions, and gather. Gradients are sums in a fixed order.
 
 use super::cast::narrowed;
 use super::{add_bias, fill_into, same_shape, sum_rows_into};
@@ -114,60 +113,8 @@ pub(super) fn add_rows<'s, S: Stored>(
     Ok(())
 }
 
-/// The places at which classes occur in rows of ids: the first `count` of each class, ascending.
-/// Shapes: `[classes * count]`. A class that occurs less often has other places, at which `found`
-/// is 0 instead of 1.
-#[derive(Debug)]
-pub struct Occurrences<'s> {
-    /// The places in all rows.
-    pub places: Indices<'s>,
-    /// The rows of the places.
-    pub rows: Indices<'s>,
-    /// 1, or 0 where the class does not occur.
-    pub found: Tensor<'s>,
-}
-
-/// Finds the first `count` places of each class below `classes`; `ids`: `[rows, each]`. Queued: for
-/// n ids, `2 + log2(n / 512)` launches. Scratch: 16 bytes per id.
-///
-/// # Errors
-/// [`Error::Misuse`] for ids of other extents, or none; [`Error::Label`] for an id that is no
-/// class; [`Error::ArenaFull`].
-#[track_caller]
-pub fn first_occurrences<'s>(
-    step: &Step<'s>,
-    ids: &impl IndexSource<'s>,
-    classes: usize,
-    count: usize,
-) -> Result<Occurrences<'s>> {
-    const OP: &str = "first_occurrences";
-    let (&[rows, each], all) = (ids.shape().extents(), Shape::of(OP, &[classes, count])?) else {
-        return Err(Error::misuse(OP, "ids [rows, each]", ids.shape().to_string()));
-    };
-    if rows * each == 0 {
-        return Err(Error::misuse(OP, "at least one id", ids.shape().to_string()));
-    }
-    let (sorted, order) = sorted(step, ids.within(step, IndexBound::below(classes))?)?;
-    let shape = Shape::from([all.elements()]);
-    let (mut places, mut rows) = (step.empty::<u32>(shape)?, step.empty::<u32>(shape)?);
-    let mut found = step.empty(shape)?;
-    if shape.elements() > 0 {
-        step.launch(kernel::first_places {
-            sorted: sorted.slice(),
-            order: order.slice(),
-            count,
-            each,
-            length: shape.elements(),
-            places: places.out(),
-            rows: rows.out(),
-            found: found.out(),
-        })?;
-    }
-    Ok(Occurrences { places: Indices::on_device(places.save()), rows: Indices::on_device(rows.save()), found })
-}
-
 /// Sorts the ids, stably. Returns them with their original indices.
-fn sorted<'s>(step: &Step<'s>, ids: &impl Source<'s, u32>) -> Result<(Tensor<'s, u32>, Tensor<'s, u32>)> {
+pub(super) fn sorted<'s>(step: &Step<'s>, ids: &impl Source<'s, u32>) -> Result<(Tensor<'s, u32>, Tensor<'s, u32>)> {
     let count = ids.shape().elements();
     let pair = || -> Result<(Tensor<'s, u32>, Tensor<'s, u32>)> { Ok((step.empty([count])?, step.empty([count])?)) };
     let (mut now, mut run) = (pair()?, kernel::RUN);

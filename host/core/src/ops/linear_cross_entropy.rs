@@ -15,7 +15,8 @@
 
 use super::loss::losses_into;
 use super::reduce::scaled_sum_into;
-use super::{Activation, Gemm, LabelRules, fill_into, gemm_into, pieces};
+use super::{Activation, Gemm, LabelRules, fill_into, gemm_into, pieces, same_shape};
+use crate::elementary;
 use crate::error::{Error, Result};
 use crate::indices::{IndexSource, Indices};
 use crate::ops;
@@ -23,6 +24,7 @@ use crate::params::Parameter;
 use crate::step::Step;
 use crate::tape::{Tape, Var};
 use crate::tensor::{Element, Lent, LentMut, Shape, Source, Target, Tensor};
+use cuda_std::launch::{PointerMut, Slice};
 use kernels::loss::loss_rows;
 
 /// The matrix layout and the label rules of [`linear_cross_entropy`].
@@ -123,13 +125,46 @@ fn with_gradients<'s, S: Activation>(
     wanted: [bool; 2],
 ) -> Result<(Tensor<'s>, Option<Tensor<'s, S>>, Option<Tensor<'s>>)> {
     const OP: &str = "linear_cross_entropy";
-    let ([rows, width], vocabulary) = extents(OP, hidden.shape(), w.shape(), labels.shape(), form.tied)?;
+    let ([rows, _], vocabulary) = extents(OP, hidden.shape(), w.shape(), labels.shape(), form.tied)?;
     let weight = form.rules.weight(OP, labels)?.of_loss();
     let labels = form.rules.check(OP, step, labels, vocabulary)?;
     let mut loss = step.empty([1])?;
+    let mut losses = step.empty([rows.div_ceil(loss_rows(vocabulary))])?;
+    let (dhidden, dw) = in_chunks(step, hidden, w, form, vocabulary, wanted, &mut |quarter| {
+        let Quarter { step, first, logits, dlogits } = quarter;
+        let [rows, _] = logits.shape().as_rows();
+        let (labels, blocks) = (part(labels, first, [rows]), [rows.div_ceil(loss_rows(vocabulary))]);
+        let mut losses = part_mut(&mut losses, first / loss_rows(vocabulary), blocks);
+        losses_into(step, &logits, &labels, [weight, 1.0], form.rules, &mut losses, dlogits)
+    })?;
+    scaled_sum_into(step, &losses, weight, &mut loss)?;
+    Ok((loss, dhidden, dw))
+}
+
+/// The logits of a quarter of a chunk, and the memory of their gradients if they are wanted.
+struct Quarter<'q, 'i, S: Element> {
+    step: &'q Step<'i>,
+    /// The first of its rows.
+    first: usize,
+    logits: Tensor<'i, S>,
+    dlogits: Option<&'q mut LentMut<'q, 'i, S>>,
+}
+
+/// Computes logits quarter by quarter, passes them to `of_quarter`, which writes their gradients,
+/// and returns the `wanted` gradients of hidden and w. Extents are checked.
+#[track_caller]
+fn in_chunks<'s, S: Activation>(
+    step: &Step<'s>,
+    hidden: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    form: &LmHeadConfig,
+    vocabulary: usize,
+    wanted: [bool; 2],
+    of_quarter: &mut dyn for<'q, 'i> FnMut(Quarter<'q, 'i, S>) -> Result<()>,
+) -> Result<(Option<Tensor<'s, S>>, Option<Tensor<'s>>)> {
+    let [rows, width] = hidden.shape().as_rows();
     let mut dhidden = wanted[0].then(|| step.empty(hidden.shape())).transpose()?;
     let mut dw = wanted[1].then(|| step.empty(w.shape())).transpose()?;
-    let mut losses = step.empty([rows.div_ceil(loss_rows(vocabulary))])?;
     if let Some(dw) = dw.as_mut().filter(|_| rows == 0) {
         fill_into(step, dw, 0.0)?;
     }
@@ -146,10 +181,8 @@ fn with_gradients<'s, S: Activation>(
                     let (w, x) = (Lent::new(w.memory(), w.shape()), part(hidden, first, [rows, width]));
                     let mut logits = step.empty([rows, vocabulary])?;
                     gemm_into(step, &for_logits, &x, &w, None::<&Tensor<'_>>, &mut logits)?;
-                    let (labels, blocks) = (part(labels, first, [rows]), [rows.div_ceil(loss_rows(vocabulary))]);
-                    let mut losses = part_mut(&mut losses, first / loss_rows(vocabulary), blocks);
                     let mut dlogits = has_gradients.then(|| part_mut(&mut dlogits, quarter, [rows, vocabulary]));
-                    losses_into(step, &logits, &labels, [weight, 1.0], form.rules, &mut losses, dlogits.as_mut())
+                    of_quarter(Quarter { step, first, logits, dlogits: dlogits.as_mut() })
                 })?;
             }
             let (w, none) = (Lent::new(w.memory(), w.shape()), None::<&Tensor<'_>>);
@@ -165,8 +198,93 @@ fn with_gradients<'s, S: Activation>(
             gemm_into(step, &for_dw, &left, &right, none, &mut LentMut::new(dw.memory(), dw.shape()))
         })?;
     }
-    scaled_sum_into(step, &losses, weight, &mut loss)?;
-    Ok((loss, dhidden, dw))
+    Ok((dhidden, dw))
+}
+
+/// The loss `-log softmax(hidden w)[label]` of each row; `hidden`: `[.., width]`, `w`: as in
+/// `form`, `labels`, result: hidden's extents without the last. The result is f32, also for logits
+/// that are stored as BF16. Rows with the label [`IGNORED`](super::IGNORED) have the loss 0. The
+/// logits exist as in [`linear_cross_entropy`], and have its bits.
+///
+/// Queued. Scratch: a quarter of a chunk's logits, and at most 64 MiB for split-K products.
+///
+/// # Errors
+/// [`Error::Misuse`] when extents differ, and for label rules, which are those of a sum of rows.
+#[track_caller]
+pub fn linear_cross_entropy_of_rows<'s, S: Activation>(
+    step: &Step<'s>,
+    hidden: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    labels: &impl IndexSource<'s>,
+    form: &LmHeadConfig,
+) -> Result<Tensor<'s>> {
+    let (vocabulary, labels) = rows_of(step, hidden, w, labels, form)?;
+    let mut losses = step.empty(labels.shape())?;
+    in_chunks(step, hidden, w, form, vocabulary, [false; 2], &mut |Quarter { step, first, logits, .. }| {
+        let [rows, classes] = logits.shape().as_rows();
+        step.launch(kernels::loss::cross_entropy_of_rows {
+            logits: logits.slice(),
+            labels: part(labels, first, [rows]).slice(),
+            classes,
+            gradients: 0,
+            dlosses: Slice::empty(),
+            losses: part_mut(&mut losses, first, [rows]).out(),
+            dlogits: PointerMut::empty(),
+        })
+    })?;
+    Ok(losses)
+}
+
+/// The `wanted` gradients of hidden and, in f32, of w, from the gradients `dlosses` of the losses
+/// of [`linear_cross_entropy_of_rows`]. The logits are computed again. Their gradients exist, and
+/// are summed, as in [`linear_cross_entropy`].
+///
+/// # Errors
+/// The errors of [`linear_cross_entropy_of_rows`], and [`Error::Misuse`] unless there is a gradient
+/// for each label.
+#[track_caller]
+pub fn linear_cross_entropy_of_rows_backward<'s, S: Activation>(
+    step: &Step<'s>,
+    hidden: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    labels: &impl IndexSource<'s>,
+    (dlosses, form): (&impl Source<'s, f32>, &LmHeadConfig),
+    wanted: [bool; 2],
+) -> Result<(Option<Tensor<'s, S>>, Option<Tensor<'s>>)> {
+    let (vocabulary, labels) = rows_of(step, hidden, w, labels, form)?;
+    same_shape("linear_cross_entropy_of_rows", labels.shape(), dlosses.shape())?;
+    in_chunks(step, hidden, w, form, vocabulary, wanted, &mut |Quarter { step, first, logits, dlogits }| {
+        let [rows, classes] = logits.shape().as_rows();
+        step.launch(kernels::loss::cross_entropy_of_rows {
+            logits: logits.slice(),
+            labels: part(labels, first, [rows]).slice(),
+            classes,
+            gradients: 1,
+            dlosses: part(dlosses, first, [rows]).slice(),
+            losses: PointerMut::empty(),
+            dlogits: dlogits.map_or_else(PointerMut::empty, Target::out),
+        })
+    })
+}
+
+/// Checks the operands of [`linear_cross_entropy_of_rows`]. Returns the vocabulary's size and the
+/// labels.
+#[track_caller]
+fn rows_of<'a, 's, S: Activation, I: IndexSource<'s>>(
+    step: &Step<'s>,
+    hidden: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    labels: &'a I,
+    form: &LmHeadConfig,
+) -> Result<(usize, &'a I::Values)> {
+    const OP: &str = "linear_cross_entropy_of_rows";
+    if form.rules != LabelRules::default() {
+        let expected = "the default label rules: each row has its loss, and the label `IGNORED` the loss 0";
+        return Err(Error::misuse(OP, expected, format!("{:?}", form.rules)));
+    }
+    let (_, vocabulary) = extents(OP, hidden.shape(), w.shape(), labels.shape(), form.tied)?;
+    let rules = LabelRules { ignore: true, ..LabelRules::default() };
+    Ok((vocabulary, rules.check(OP, step, labels, vocabulary)?))
 }
 
 /// Returns the rows and the width of `hidden`, and the vocabulary's size.
@@ -260,6 +378,55 @@ impl<'s> Tape<'_, 's> {
             let scaled = ops::scale_by(step, &dhidden, &dloss)?;
             step.free(dhidden);
             back.add(&hidden, scaled)
+        }))
+    }
+
+    /// Records the losses of [`ops::linear_cross_entropy_of_rows`] with a parameter `w`; `hidden`:
+    /// `[.., width]`, result: hidden's extents without the last. Backward computes the logits
+    /// again, so nothing of the vocabulary's size is kept for it.
+    ///
+    /// # Errors
+    /// The errors of [`ops::linear_cross_entropy_of_rows`].
+    #[track_caller]
+    pub fn linear_cross_entropy_of_rows<S: Activation>(
+        &self,
+        hidden: &Var<'s, S>,
+        w: Parameter,
+        labels: Indices<'s>,
+        form: LmHeadConfig,
+    ) -> Result<Var<'s>> {
+        let op = self.op("linear_cross_entropy_of_rows", [hidden])?;
+        let weights = op.matrix::<S>(w)?;
+        let wanted = [hidden.wants_gradient(), op.frozen(w)?.is_none()];
+        let losses = linear_cross_entropy_of_rows(self.step(), hidden.value(), &weights, &labels, &form)?;
+        weights.free(self.step());
+        let hidden = *hidden;
+        Ok(op.record(losses.save(), move |back, dlosses| {
+            let (step, weights) = (back.step(), back.matrix::<S>(w)?);
+            let (dhidden, dw) = linear_cross_entropy_of_rows_backward(
+                step,
+                hidden.value(),
+                &weights,
+                &labels,
+                (&dlosses, &form),
+                wanted,
+            )?;
+            weights.free(step);
+            step.free(dlosses);
+            if let Some(dw) = dw
+                && let Some(dw) = back.adopt_gradient(w, dw, |_| Ok(()))?
+            {
+                let (mut gradient, accumulate) = back.gradient_uninit(w)?;
+                match accumulate {
+                    true => elementary::add_assign(step, &mut gradient, &dw)?,
+                    false => ops::copy_into(step, &dw, &mut gradient)?,
+                }
+                step.free(dw);
+            }
+            match dhidden {
+                Some(dhidden) => back.add(&hidden, dhidden),
+                None => Ok(()),
+            }
         }))
     }
 }

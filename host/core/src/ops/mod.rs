@@ -30,6 +30,7 @@ mod linear_cross_entropy;
 mod loss;
 mod lstm;
 mod matmul;
+mod mixture;
 mod norm;
 mod pieces;
 pub mod pointwise;
@@ -63,17 +64,19 @@ pub use clip::clip_factor;
 pub use convolution::ConvolutionConfig;
 pub use dropout::dropout;
 pub use elementwise::add_bias;
-pub use embedding::{Occurrences, add_positions, embedding, embedding_bf16, first_occurrences, gather};
+pub use embedding::{add_positions, embedding, embedding_bf16, gather};
 pub use gate::{swiglu, swiglu_packed};
 pub use kernels::matmul_bf16::{TILES as BF16_TILES, Tile as Bf16Tile};
 pub use kernels::matmul_mma::{TILES as MMA_TILES, Tile as MmaTile};
 pub use layer_norm::{Normalized, layer_norm, layer_norm_residual};
-pub use linear_cross_entropy::{LmHeadConfig, linear_cross_entropy};
+pub use linear_cross_entropy::{LmHeadConfig, linear_cross_entropy, linear_cross_entropy_of_rows};
 pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};
 pub use matmul::{
-    Gemm, GemmElement, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart, TILES, Tile, gemm_into,
-    linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul, orthogonalize_assign,
+    Gemm, GemmElement, GroupedLowRank, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart, TILES,
+    Tile, gemm_into, grouped_linear, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
+    orthogonalize_assign,
 };
+pub use mixture::{Groups, combine, dispatch, group_by};
 pub use norm::{rms_norm, rms_norm_residual};
 pub use pointwise::{Term, add, mul, pointwise_op, sub};
 pub use qk_norm::{QkNorm, qk_norm};
@@ -98,7 +101,9 @@ pub mod launch {
     pub use super::gate::{swiglu_backward, swiglu_packed_backward};
     pub use super::gelu_bias::gelu_bias_backward;
     pub use super::layer_norm::layer_norm_backward;
+    pub use super::linear_cross_entropy::linear_cross_entropy_of_rows_backward;
     pub use super::matmul::{BiasGradient, Gradient, gelu_linear_backward, gradients_into};
+    pub use super::mixture::combine_backward;
     pub use super::norm::rms_norm_backward;
     pub use super::qk_norm::qk_norm_backward;
     pub use super::reduce::sum_rows_into;

@@ -163,7 +163,11 @@ impl Gradients {
 /// `[ceil(elements / 4096)]`. This is the first step of [`squared_norm`]: the [`sum`] of `out` is
 /// the squared norm. Queued.
 #[track_caller]
-pub fn squared_norms_into<'s>(step: &Step<'s>, x: &impl Source<'s, f32>, out: &mut impl Target<'s, f32>) -> Result<()> {
+pub fn squared_norms_into<'s, S: Stored>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    out: &mut impl Target<'s, f32>,
+) -> Result<()> {
     step.launch(reduce::squared_norm { x: x.slice(), out: out.out() })
 }
 

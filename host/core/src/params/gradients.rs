@@ -13,9 +13,10 @@ use crate::buffer::{AnyBuffer, Buffer};
 use crate::elementary;
 use crate::error::{Error, Result};
 use crate::step::Step;
-use crate::tensor::{Lent, LentMut, Memory, Shape, Source, Target};
+use crate::tensor::{Element, Lent, LentMut, Memory, Shape, Source, Stored, Target};
 use half::bf16;
 use kernels::cast::cast_to_f32;
+use std::any::Any;
 use std::ops::Range;
 
 /// A model's gradients on a device. Backward adds to them, and the optimizer reads them.
@@ -83,24 +84,27 @@ impl Gradients {
         }
     }
 
-    /// The gradients in f32, for functions that lend them to be written.
-    fn in_f32(&self) -> Result<&Flat> {
-        match &self.flat {
-            FlatGradients::F32(flat) => Ok(flat),
-            _ => {
-                let expected = "gradients in f32: leave out `ParameterSpec::with_gradients`";
-                Err(Error::misuse("gradients", expected, format!("{:?}", self.spec().gradients())))
-            }
-        }
+    /// The gradients as they are stored, for functions that lend them to be written.
+    fn stored_as<S: Stored>(&self) -> Result<&Flat<S>> {
+        let stored: Option<&dyn Any> = match &self.flat {
+            FlatGradients::F32(flat) => Some(flat),
+            FlatGradients::Bf16(flat) => Some(flat),
+            FlatGradients::Released(_) => None,
+        };
+        stored.and_then(|flat| flat.downcast_ref()).ok_or_else(|| {
+            let expected =
+                format!("gradients in {}, the type of `ParameterSpec::with_gradients`", <S as Element>::NAME);
+            Error::misuse("gradients", expected, format!("{:?}", self.spec().gradients()))
+        })
     }
 
     /// Lends all gradients as one flat region to kernels of a step that write them. Keep the
     /// padding between parameters zero.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when they are on another device, or stored in BF16.
-    pub fn lend_flat_mut<'b, 's>(&'b mut self, step: &Step<'s>) -> Result<LentMut<'b, 's>> {
-        let values = &self.in_f32()?.values;
+    /// [`Error::Misuse`] when they are on another device, or stored in another type.
+    pub fn lend_flat_mut<'b, 's, S: Stored>(&'b mut self, step: &Step<'s>) -> Result<LentMut<'b, 's, S>> {
+        let values = &self.stored_as::<S>()?.values;
         step.borrow(values, true)?;
         Ok(LentMut::new(values.memory(), [values.len()].into()))
     }
@@ -111,7 +115,7 @@ impl Gradients {
     /// [`Error::Misuse`] when it is on another device or stored in BF16, or the handle belongs to
     /// another parameter spec.
     pub fn lend_mut<'b, 's>(&'b mut self, step: &Step<'s>, parameter: Parameter) -> Result<LentMut<'b, 's>> {
-        let (memory, shape) = self.in_f32()?.part(step, parameter, true)?;
+        let (memory, shape) = self.stored_as::<f32>()?.part(step, parameter, true)?;
         Ok(LentMut::new(memory, shape))
     }
 
@@ -201,14 +205,6 @@ impl Gradients {
             FlatGradients::Bf16(flat) => Ok(flat.values.read()?.into_iter().map(bf16::to_f32).collect()),
             FlatGradients::Released(_) => Err(released()),
         }
-    }
-
-    /// All gradients as one flat region of the spec.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] when they are stored in BF16.
-    pub fn flat(&self) -> Result<&Buffer<f32>> {
-        self.in_f32().map(|flat| &flat.values)
     }
 
     /// The region in which the gradients are stored.

@@ -354,9 +354,12 @@ pub(super) fn decoded<'s, S: Stored>(
 ) -> Result<Tensor<'s, S>> {
     let mut out = step.empty::<S>(entry.shape())?;
     let ([inputs, columns], stored) = matrices(entry);
-    for StoredMatrix { word, first, outputs } in stored {
-        let words = memory.part(word, Layout::new(inputs * outputs).words);
-        step.launch(nf4_decode { words: words.as_slice(), inputs, outputs, columns, first, out: out.out() })?;
+    let stored: Vec<StoredMatrix> = stored.collect();
+    // Neighbors of equal extents, such as those of experts, have one launch.
+    for equal in stored.chunk_by(|one, other| one.outputs == other.outputs) {
+        let (StoredMatrix { word, first, outputs }, matrices) = (equal[0], equal.len());
+        let words = memory.part(word, matrices * Layout::new(inputs * outputs).words);
+        step.launch(nf4_decode { words: words.as_slice(), inputs, outputs, matrices, columns, first, out: out.out() })?;
     }
     Ok(out)
 }

@@ -248,7 +248,7 @@ impl ParameterSpec {
     }
 
     /// Sets the type in which gradients are stored. The default is [`GradientType::F32`]. A group
-    /// of ranks takes no other.
+    /// of ranks refuses [`GradientType::Released`].
     #[must_use]
     pub fn with_gradients(self, gradients: GradientType) -> Self {
         Self { shared: Arc::new(Shared { gradients, ..Arc::unwrap_or_clone(self.shared) }) }
@@ -411,6 +411,14 @@ impl ParameterSpec {
             GradientType::Released => 0,
         };
         (each * self.elements()) as u64
+    }
+
+    /// The bytes of a step into which an update converts gradients that are stored in BF16.
+    pub fn converted_bytes(&self) -> usize {
+        match self.gradients() {
+            GradientType::Bf16 => GradientType::CONVERTED.min(self.elements()) * size_of::<f32>(),
+            GradientType::F32 | GradientType::Released => 0,
+        }
     }
 
     /// True if both are the same spec, rather than merely equal ones, with the same types of

@@ -87,6 +87,15 @@ impl<'s, T: Element> LentMut<'_, 's, T> {
         Self::new(self.memory.part(range.start, range.len()), [range.len()].into())
     }
 
+    /// Returns the elements before `at` and those from `at` on, each flat.
+    ///
+    /// # Panics
+    /// Panics if `at` exceeds the memory.
+    pub fn split(self, at: usize) -> [Self; 2] {
+        let all = self.memory.len();
+        [0..at, at..all].map(|range| Self::new(self.memory.part(range.start, range.len()), [range.len()].into()))
+    }
+
     /// Lends the part with these elements, flat, while this loan stays.
     ///
     /// # Panics

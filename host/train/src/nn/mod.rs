@@ -59,7 +59,7 @@ pub use embedding::Embedding;
 pub use group_norm::GroupNorm;
 pub use layer_norm::LayerNorm;
 pub use linear::{Adapter, AdapterPart, Linear};
-pub use mixture::Mixture;
+pub use mixture::{ExpertAdapter, ExpertLinear, Mixture};
 pub use mlp::Mlp;
 pub use multi_head_attention::{MultiHeadAttention, QueryKeyNorm};
 pub use norm::RmsNorm;

@@ -7,11 +7,14 @@
 use super::super::cast::Cast;
 use super::super::sum_rows_into;
 use super::gemm::{BiasGradient, Gradient, Product};
+use super::grouped::{self, Direction, Form};
 use super::{bf16 as of_bf16, f32, mma};
 use crate::error::Result;
+use crate::ops::Groups;
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
+use cuda_std::launch::{PointerMut, Slice};
 use half::bf16;
 
 /// The operand type of a matrix multiply. f32 produces f32. BF16 produces BF16 or f32.
@@ -24,6 +27,18 @@ impl<S: Stored> GemmElement<S> for bf16 {}
 pub trait Products<S: Stored>: Cast {
     #[track_caller]
     fn queue(step: &Step<'_>, product: Product<'_, Self, S>) -> Result<()>;
+
+    /// Queues a product of groups of rows. It is added to the old content of the output if the flag
+    /// next to it is true.
+    #[track_caller]
+    fn queue_grouped(
+        step: &Step<'_>,
+        form: Form,
+        direction: Direction,
+        operands: [Slice<'_, Self>; 2],
+        groups: &Groups<'_>,
+        into: (PointerMut<'_, S>, bool),
+    ) -> Result<()>;
 
     /// Queues the gradients of a product. The right operand's gradient and, if requested, the
     /// bias's are f32. The left operand's gradient has the operand's type.
@@ -63,6 +78,18 @@ impl Products<f32> for f32 {
             Precision::F32 => f32::queue(step, product),
             Precision::Tf32 => mma::queue(step, product),
         }
+    }
+
+    fn queue_grouped(
+        step: &Step<'_>,
+        form: Form,
+        direction: Direction,
+        operands: [Slice<'_, f32>; 2],
+        groups: &Groups<'_>,
+        (out, accumulate): (PointerMut<'_, f32>, bool),
+    ) -> Result<()> {
+        let arguments = grouped::Arguments::new(form, direction, accumulate)?;
+        grouped::queue_f32(step, arguments, operands, groups.offsets().slice(), out)
     }
 
     fn queue_gradients<'s>(
@@ -107,6 +134,18 @@ impl Products<f32> for f32 {
 impl<S: Stored> Products<S> for bf16 {
     fn queue(step: &Step<'_>, product: Product<'_, bf16, S>) -> Result<()> {
         of_bf16::queue(step, product)
+    }
+
+    fn queue_grouped(
+        step: &Step<'_>,
+        form: Form,
+        direction: Direction,
+        operands: [Slice<'_, bf16>; 2],
+        groups: &Groups<'_>,
+        (out, accumulate): (PointerMut<'_, S>, bool),
+    ) -> Result<()> {
+        let arguments = grouped::Arguments::new(form, direction, accumulate)?;
+        grouped::queue_bf16(step, arguments, operands, groups.offsets().slice(), out)
     }
 
     fn queue_gradients<'s>(

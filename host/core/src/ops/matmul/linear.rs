@@ -3,7 +3,9 @@
 use super::super::same_shape;
 use super::element::{GemmElement, Products};
 use super::gemm::{BiasGradient, Gemm, Gradient, Product};
+use super::grouped::{Direction, Form};
 use crate::error::{Error, Result};
+use crate::ops::{Activation, Groups};
 use crate::step::Step;
 use crate::tensor::{Shape, Source, Stored, Target, Tensor};
 use kernels::matmul::{GELU, SILU, SWIGLU};
@@ -117,6 +119,34 @@ fn activated<'s, S: GemmElement<S>>(
     let (mut out, mut pre) = (step.empty(shape)?, step.empty(shape)?);
     S::queue(step, Product::new(form, x, w, &mut out).bias(bias).c(c).activated(flag, &mut pre))?;
     Ok((out, pre))
+}
+
+/// `y[r] = x[r] w_g` for the group g of row r; `x`: `[rows, in]` in the order of the groups, `w`:
+/// `[in, groups * out]`, the outputs of one group after another, `y`: `[rows, out]`.
+///
+/// Queued, one launch; no scratch. Each element is one chain of fused multiply-adds over ascending
+/// k in f32, and a sum by the rule of matrix instructions in BF16. k is never split.
+///
+/// # Errors
+/// [`Error::Misuse`] for other extents; [`Error::ArenaFull`].
+#[track_caller]
+pub fn grouped_linear<'s, S: Activation>(
+    step: &Step<'s>,
+    x: &impl Source<'s, S>,
+    w: &impl Source<'s, S>,
+    groups: &Groups<'s>,
+) -> Result<Tensor<'s, S>> {
+    let form = Form::new(x.shape(), w.shape(), groups)?;
+    let mut y = step.empty([form.rows, form.outputs])?;
+    <S as Products<S>>::queue_grouped(
+        step,
+        form,
+        Direction::Forward,
+        [x.slice(), w.slice()],
+        groups,
+        (y.out(), false),
+    )?;
+    Ok(y)
 }
 
 /// `out = alpha A B + bias + beta out`, in place, for any strides; see [`Gemm`].

@@ -6,11 +6,12 @@
 //! x without a gradient.
 
 use super::element::Products;
+use super::grouped::{Direction, Form};
 use crate::error::Result;
-use crate::ops::{self, Activation, BiasGradient, Gemm, Gradient};
+use crate::ops::{self, Activation, BiasGradient, Gemm, Gradient, Groups};
 use crate::params::{MatrixWeights, Parameter};
 use crate::tape::{Backward, Tape, Var};
-use crate::tensor::{Saved, Tensor};
+use crate::tensor::{Saved, Source, Target, Tensor};
 
 impl<'s> Tape<'_, 's> {
     /// `y = x w (+ b)`; `x`: `[.., in]`, `w`: `[in, out]`, `b`: `[out]`, `y`: `[.., out]`. See
@@ -160,6 +161,57 @@ impl<'s> Tape<'_, 's> {
             Ok(())
         }))
     }
+
+    /// Records [`ops::grouped_linear`] with a parameter `[in, groups * out]`; `x`: `[rows, in]`,
+    /// result: `[rows, out]`. Backward: `dx = dy w_g^T` for each row, and `dw_g = x^T dy` over the
+    /// rows of each group, ascending. Nothing is computed for a frozen w.
+    #[track_caller]
+    pub fn grouped_linear<S: Activation>(
+        &self,
+        x: &Var<'s, S>,
+        w: Parameter,
+        groups: &Groups<'s>,
+    ) -> Result<Var<'s, S>> {
+        let op = self.op("grouped_linear", [x])?;
+        let weights = op.matrix::<S>(w)?;
+        let form = Form::new(x.shape(), weights.shape(), groups)?;
+        let y = ops::grouped_linear(self.step(), x.value(), &weights, groups)?;
+        weights.free(self.step());
+        let (x, groups) = (*x, *groups);
+        Ok(op.record(y.save(), move |back, dy| {
+            grouped_backward(back, &x, w, form, &groups, &dy)?;
+            back.step().free(dy);
+            Ok(())
+        }))
+    }
+}
+
+/// Computes the gradient of the weights of a layer of groups, and adds that of x.
+pub(super) fn grouped_backward<'s, S: Activation>(
+    back: &mut Backward<'_, '_, 's>,
+    x: &Var<'s, S>,
+    w: Parameter,
+    form: Form,
+    groups: &Groups<'s>,
+    dy: &Tensor<'s, S>,
+) -> Result<()> {
+    let step = back.step();
+    if let Some((mut dw, accumulate)) = back.gradient_if_trained(w)? {
+        let (operands, into) = ([x.value().slice(), dy.slice()], (dw.out(), accumulate));
+        <S as Products<f32>>::queue_grouped(step, form, Direction::ToWeights, operands, groups, into)?;
+    }
+    if x.wants_gradient() {
+        let (mut dx, accumulate) = match back.take(x)? {
+            Some(sum) => (sum, true),
+            None => (step.empty(x.shape())?, false),
+        };
+        let weights = back.matrix::<S>(w)?;
+        let (operands, into) = ([dy.slice(), weights.slice()], (dx.out(), accumulate));
+        <S as Products<S>>::queue_grouped(step, form, Direction::ToInputs, operands, groups, into)?;
+        weights.free(step);
+        back.add(x, dx)?;
+    }
+    Ok(())
 }
 
 /// Computes the gradients of a linear layer followed by GELU from the gradient of GELU's output.
