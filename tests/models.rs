@@ -108,6 +108,21 @@ fn from_caches<S: Activation>(device: &Device, folder: &Path) -> (Expected, Vec<
     (expected, cached.unwrap())
 }
 
+/// Returns the loss of the routers if the last three tokens of each sample are padding.
+fn loss_of_routers(arena: &mut Arena, model: &Transformer, parameters: &Parameters, expected: &Expected) -> Vec<f32> {
+    let tokens = expected.shape[1];
+    let is_real = |at: usize| if at % tokens < tokens - 3 { 1.0 } else { 0.0 };
+    let real: Vec<f32> = (0..expected.ids.len()).map(is_real).collect();
+    let loss = arena.step(|step| {
+        let tape = Tape::new(step, parameters);
+        let ids = step.upload_indices(&expected.ids, expected.shape)?;
+        let real = step.upload(&real, expected.shape)?.save();
+        let (_, loss) = model.forward_balanced::<f32>(&tape, ids, None, Some(real))?;
+        step.read(loss.expect("the model has mixtures").value())
+    });
+    loss.unwrap()
+}
+
 on_each_device! {
     fn families_agree_with_transformers(device: &Device) {
         for folder in cases() {
@@ -123,10 +138,11 @@ on_each_device! {
                     let tape = Tape::new(step, &parameters);
                     let ids = step.upload_indices(&expected.ids, expected.shape)?;
                     let labels = step.upload_indices(&expected.labels, expected.shape)?;
-                    let hidden = model.forward::<f32>(&tape, ids, None)?;
+                    let (hidden, of_routers) = model.forward_balanced::<f32>(&tape, ids, None, None)?;
                     let logits = step.read(&model.logits(step, &parameters, hidden.value())?)?;
                     let head = LmHeadConfig::default().tied();
                     let loss = tape.linear_cross_entropy(&hidden, model.head(), labels, head)?;
+                    let loss = of_routers.map_or(Ok(loss), |of_routers| loss.add(of_routers.reshape(loss.shape())?))?;
                     let value = step.read(loss.value())?;
                     tape.backward_overwrite(&loss, &mut gradients)?;
                     Ok((logits, value))
@@ -141,6 +157,9 @@ on_each_device! {
             };
             compare("logits".into(), &logits);
             compare("loss".into(), &loss);
+            if weights.config.router_loss.is_some() {
+                compare("masked".into(), &loss_of_routers(&mut arena, &model, &parameters, &expected));
+            }
             for (name, _, gradient) in Weights::gradients(&weights.config, &gradients).unwrap().iter() {
                 compare(format!("gradient.{name}"), gradient);
             }
@@ -148,6 +167,34 @@ on_each_device! {
             let (name, [share, worst]) = differences.into_iter().max_by(|a, b| a.1[0].total_cmp(&b.1[0])).unwrap();
             println!("{}: {name} comes closest to its limit, with {worst:.1e}, {share:.2} of it", folder.display());
             assert!(share <= 1.0, "{}: {name} differs by {worst:e}", folder.display());
+        }
+    }
+
+    /// Recompute keeps the bits of the routers' loss and of its gradients.
+    fn recomputed_routers_keep_the_bits(device: &Device) {
+        for name in ["mixtral_balanced", "qwen3_moe_balanced"] {
+            let expected = Expected::read(&case(name));
+            let weights = Weights::read(case(name)).unwrap();
+            let (model, spec) = Transformer::new(weights.config.clone()).unwrap();
+            let mut parameters = Parameters::new(device, &spec, 1).unwrap();
+            weights.load(&mut parameters).unwrap();
+            let [kept, again] = [false, true].map(|recompute| {
+                let model = model.clone().recompute(recompute);
+                let mut gradients = Gradients::zeros(&parameters).unwrap();
+                let mut arena = Arena::builder(device).capacity(Capacity::mib(16)).build().unwrap();
+                let loss = arena.step(|step| {
+                    let tape = Tape::new(step, &parameters);
+                    let ids = step.upload_indices(&expected.ids, expected.shape)?;
+                    let (_, loss) = model.forward_balanced::<f32>(&tape, ids, None, None)?;
+                    let loss = loss.expect("the model has mixtures");
+                    let value = step.read(loss.value())?;
+                    tape.backward_overwrite(&loss, &mut gradients)?;
+                    Ok(value)
+                });
+                (loss.unwrap(), gradients.read_flat().unwrap())
+            });
+            assert!(kept.1.iter().any(|&gradient| gradient != 0.0), "{name}");
+            assert!(kept == again, "{name}");
         }
     }
 
@@ -379,6 +426,16 @@ fn unsupported_settings_are_refused() {
             rope(r#"{"rope_theta": 1e4, "rope_type": "su"}"#),
             &["`rope_parameters.rope_type`", "\"longrope\"", "\"su\""],
         ),
+        ("qwen3_moe", serde_json::json!({"router_aux_loss_coef": -0.1}), &["`router_aux_loss_coef`", "-0.1"]),
+        (
+            "qwen3_moe",
+            serde_json::json!({"num_experts_per_tok": 5}),
+            &["`num_experts_per_tok`", "at most 4 experts", "5"],
+        ),
+        ("qwen3_moe", serde_json::json!({"num_experts": 3}), &["`num_local_experts`", "3", "4"]),
+        ("qwen3_moe", serde_json::json!({"mlp_only_layers": ["1"]}), &["`mlp_only_layers`", "[\"1\"]"]),
+        ("mixtral", serde_json::json!({"router_jitter_noise": 0.1}), &["`router_jitter_noise`", "0.1"]),
+        ("mixtral", serde_json::json!({"num_local_experts": 60_000}), &["`num_local_experts`", "2 layers", "60000"]),
         ("olmo2", serde_json::json!({"hidden_act": "gelu"}), &["`hidden_act`", "\"silu\"", "\"gelu\""]),
         ("gemma3", serde_json::json!({"final_logit_softcapping": 30.0}), &["`final_logit_softcapping`", "30"]),
         ("gpt2", serde_json::json!({"activation_function": "relu"}), &["`activation_function`", "\"relu\""]),

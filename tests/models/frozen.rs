@@ -1,7 +1,7 @@
 //! Models that are trained only in part: blocks below the first trained parameter keep nothing for
 //! the backward pass, and all gradients keep the bits of a model that is trained as a whole.
 
-use super::support::{bits, on_each_device};
+use super::support::{Random, bits, on_each_device};
 use stepscope::capture::{CaptureInputs, Output};
 use stepscope::models::{Lora, ModelConfig, Targets, Transformer};
 use stepscope::ops::LmHeadConfig;
@@ -19,6 +19,22 @@ fn config(layers: usize) -> ModelConfig {
         "max_position_embeddings": 64, "tie_word_embeddings": false, "rope_theta": 1e4,
     });
     ModelConfig::from_json(json.to_string().as_bytes()).unwrap()
+}
+
+/// Returns a Qwen3-MoE of two layers with four experts.
+fn mixture() -> ModelConfig {
+    let json = serde_json::json!({
+        "model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 48, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": true, "max_position_embeddings": 64,
+        "tie_word_embeddings": false, "rope_theta": 1e4,
+    });
+    ModelConfig::from_json(json.to_string().as_bytes()).unwrap()
+}
+
+/// True for the matrices of experts.
+fn is_of_experts(name: &str) -> bool {
+    name.contains(".mlp.") && !name.contains("router")
 }
 
 fn ids() -> Vec<u32> {
@@ -126,6 +142,50 @@ on_each_device! {
                     let (_, expected) = expected.iter().find(|(known, _)| *known == name).unwrap();
                     assert!(found == *expected, "{name}, recompute {recompute}, captured {captured}");
                 }
+            }
+        }
+    }
+
+    /// Gradients of a mixture are the same in eager and captured steps, recomputed, and next to
+    /// frozen parameters.
+    fn mixtures_keep_all_bits(device: &Device) {
+        let freeze = |rule: fn(&str) -> bool| {
+            let frozen = |entry: &ParameterEntry| rule(entry.name()).then_some(FrozenType::F32);
+            Training::new(device, Transformer::frozen(mixture(), frozen).unwrap())
+        };
+        let mut whole = freeze(|_| false);
+        let expected = whole.results(device, false);
+        assert!(expected.iter().all(|(_, gradient)| gradient.iter().any(|&bits| bits << 1 != 0)));
+        let rules: [fn(&str) -> bool; 4] =
+            [|_| false, is_of_experts, |name| !name.contains("router"), |name| !name.contains("1.mlp.up")];
+        for rule in rules {
+            for (recompute, captured) in [(false, true), (true, false), (true, true)] {
+                let mut part = freeze(rule).with_weights_of(&whole);
+                part.model = part.model.recompute(recompute);
+                for (name, found) in part.results(device, captured) {
+                    let (_, expected) = expected.iter().find(|(known, _)| *known == name).unwrap();
+                    assert!(found == *expected, "{name}, recompute {recompute}, captured {captured}");
+                }
+            }
+        }
+    }
+
+    /// Experts in BF16 and NF4 give the gradients of the numbers that they hold.
+    fn stored_experts_keep_all_bits(device: &Device) {
+        for kind in [FrozenType::Bf16, FrozenType::Nf4] {
+            let freeze = |kind| {
+                let frozen = |entry: &ParameterEntry| is_of_experts(entry.name()).then_some(kind);
+                Training::new(device, Transformer::frozen(mixture(), frozen).unwrap())
+            };
+            let mut stored = freeze(kind);
+            for (parameter, entry) in stored.parameters.spec().clone().iter().filter(|(_, entry)| entry.frozen().is_some()) {
+                let values = Random::new(entry.name().len() as u64).normals(entry.shape().elements());
+                let values: Vec<f32> = values.into_iter().map(|value| 0.1 * value).collect();
+                stored.parameters.write(parameter, &values).unwrap();
+            }
+            let expected = freeze(FrozenType::F32).with_weights_of(&stored).results(device, false);
+            for captured in [false, true] {
+                assert!(stored.results(device, captured) == expected, "{kind:?}, captured {captured}");
             }
         }
     }

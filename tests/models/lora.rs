@@ -256,6 +256,39 @@ on_each_device! {
     }
 }
 
+/// Experts have adapters only if their names are targets, and then all experts of a layer, each of
+/// the same rank. A router has none, and can be trained as a whole.
+#[test]
+fn adapters_of_experts_are_chosen() {
+    for (name, router, expert) in [("qwen3_moe", "mlp.gate", "up_proj"), ("mixtral", "gate", "w2")] {
+        let config = ModelConfig::read(case(name)).unwrap();
+        let modules = Lora::new(4, 8.0).modules(&config).unwrap();
+        assert!(modules.iter().any(|module| module.ends_with("layers.0.self_attn.q_proj")));
+        assert!(
+            modules.iter().all(|module| module.contains("self_attn") || module.contains("layers.1.mlp")),
+            "{modules:?}"
+        );
+        let targets = |name: &str| Lora { targets: Targets::Names(vec![name.into()]), ..Lora::new(4, 8.0) };
+        let modules = targets(expert).modules(&config).unwrap();
+        let of_layer = |module: &&String| module.contains("layers.0.") && module.ends_with(expert);
+        assert_eq!(modules.iter().filter(of_layer).count(), 4, "{modules:?}");
+        let refused = |lora: Lora, words: &[&str]| {
+            let error = lora.modules(&config).unwrap_err().to_string();
+            assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        };
+        refused(targets(router), &[router, "a mixture's router"]);
+        let one = format!("experts.1.{expert}");
+        refused(targets(&one), &["all experts of a layer", "1 of 4 experts of `blocks.0.mlp."]);
+        let lora = Lora { rank_pattern: vec![(one.replace('.', r"\."), 2)], ..targets(expert) };
+        refused(lora, &["one rank and one alpha", "rank 2 and factor 4 of", &one, "4 and 2 of another expert"]);
+        let lora = Lora { modules_to_save: vec!["gate".into()], ..Lora::new(4, 8.0) };
+        let (_, spec) = Transformer::with_lora(config, &lora, |_| FrozenType::Bf16).unwrap();
+        let trained = spec.entries().iter().map(|entry| entry.name());
+        let mut whole = trained.filter(|name| !name.contains("lora_")).peekable();
+        assert!(whole.peek().is_some() && whole.all(|name| name.ends_with("mlp.router.weight")));
+    }
+}
+
 /// Settings that are unknown or not supported are refused, with their key and their value.
 #[test]
 fn unsupported_adapters_are_refused() {

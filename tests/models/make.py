@@ -15,9 +15,12 @@ from pathlib import Path
 import torch
 import transformers as T
 from safetensors.torch import save_file
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 VERSION = int(T.__version__.split(".")[0])
-VOCABULARY, TOKENS = 40, 14
+VOCABULARY, TOKENS, PADDING = 40, 14, 3
+# The plain loops of attention and, in transformers 5, of experts, which also take float64.
+EAGER = dict(attn_implementation="eager", **(dict(experts_implementation="eager") if VERSION >= 5 else {}))
 LLAMA = dict(
     vocab_size=VOCABULARY, max_position_embeddings=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, intermediate_size=24, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
@@ -41,6 +44,10 @@ def longrope(context, before):
     return T.Phi3ForCausalLM(T.Phi3Config(**settings, **rope(10000.0, **scaling)))
 
 
+# Each token uses two experts.
+MOE = dict(num_experts_per_tok=2)
+# The routers' auxiliary loss is a part of the loss, with a factor that makes it a large one.
+BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.5)
 NEOX = dict(rope_parameters=dict(rope_theta=10000.0, rope_type="default", partial_rotary_factor=0.5))
 FAMILIES = {
     "gpt2": lambda: T.GPT2LMHeadModel(T.GPT2Config(vocab_size=VOCABULARY, n_positions=24, n_embd=16, n_layer=2, n_head=2)),
@@ -65,7 +72,38 @@ FAMILIES = {
     "phi3_long": lambda: longrope(64, 8),
     "phi3_short": lambda: longrope(256, 32),
     "olmo2": lambda: T.Olmo2ForCausalLM(T.Olmo2Config(**LLAMA, pad_token_id=0, **rope(500000.0))),
+    "qwen3_moe": lambda: T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(
+        **{**LLAMA, "num_hidden_layers": 3}, **MOE, num_experts=4, head_dim=16, moe_intermediate_size=8, norm_topk_prob=True,
+        mlp_only_layers=[1], pad_token_id=0, **rope(10000.0))),
+    "qwen3_moe_window": lambda: T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(
+        **LLAMA, **MOE, num_experts=5, head_dim=16, moe_intermediate_size=12, norm_topk_prob=False, decoder_sparse_step=2,
+        attention_bias=True, use_sliding_window=True, sliding_window=5, pad_token_id=0, **rope(10000.0))),
+    "mixtral": lambda: T.MixtralForCausalLM(T.MixtralConfig(**LLAMA, **MOE, num_local_experts=4, **rope(1000000.0))),
+    "mixtral_balanced": lambda: T.MixtralForCausalLM(T.MixtralConfig(
+        **LLAMA, **MOE, num_local_experts=4, **BALANCED, **rope(1000000.0))),
+    "qwen3_moe_balanced": lambda: T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(
+        **{**LLAMA, "num_hidden_layers": 3}, **MOE, num_experts=6, head_dim=16, moe_intermediate_size=8, norm_topk_prob=True,
+        mlp_only_layers=[1], pad_token_id=0, **BALANCED, **rope(10000.0))),
 }
+
+
+def in_file(name, key, parameter):
+    """Returns the gradient of a parameter as the tensors of a file. transformers 5 holds all experts of a layer in two
+    parameters, and its files have the matrices of each expert, as those of transformers 4."""
+    gradient = parameter.grad.double()
+    if name == "gpt_neox":
+        key = key.replace("lm_head", "embed_out")
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    if name.startswith("mixtral"):
+        gate, up, down = "w1", "w3", "w2"
+        key = key.replace(".mlp.", ".block_sparse_moe.")
+    before = key.partition(".experts.")[0]
+    if key.endswith("experts.gate_up_proj"):
+        halves = zip((gate, up), gradient.chunk(2, dim=1))
+        return [(f"{before}.experts.{e}.{part}.weight", half[e]) for part, half in halves for e in range(len(half))]
+    if key.endswith("experts.down_proj"):
+        return [(f"{before}.experts.{e}.{down}.weight", gradient[e]) for e in range(len(gradient))]
+    return [(key, gradient)]
 
 
 def write(folder, name, dtype, shard):
@@ -83,14 +121,20 @@ def write(folder, name, dtype, shard):
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def results(dtype):
-        model = T.AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype, attn_implementation="eager").eval()
-        logits = model(inputs, use_cache=False).logits
+        model = T.AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype, **EAGER).eval()
+        results, more = model(inputs, use_cache=False), {}
+        logits = results.logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if getattr(model.config, "output_router_logits", False):
+            loss += model.config.router_aux_loss_coef * results.aux_loss
+            # The same loss if the last tokens of each sample are padding.
+            real = (torch.arange(TOKENS) < TOKENS - PADDING).repeat(len(inputs), 1)
+            experts = results.router_logits[0].shape[1]
+            masked = load_balancing_loss_func(results.router_logits, experts, model.config.num_experts_per_tok, real)
+            more = {"masked": model.config.router_aux_loss_coef * masked.detach().double().reshape(1)}
         loss.backward()
-        # GPT-NeoX's files have another name for the head.
-        file_name = lambda key: key.replace("lm_head", "embed_out") if name == "gpt_neox" else key
-        gradients = {f"gradient.{file_name(key)}": p.grad.double() for key, p in model.named_parameters()}
-        return {"logits": logits.detach().double(), "loss": loss.detach().double().reshape(1)} | gradients
+        gradients = {f"gradient.{key}": value for p in model.named_parameters() for key, value in in_file(name, *p)}
+        return {"logits": logits.detach().double(), "loss": loss.detach().double().reshape(1)} | gradients | more
 
     rounded, exact = results(torch.float32), results(torch.float64)
     # The relative error of transformers itself in f32.

@@ -4,6 +4,9 @@ with it in float64, on a model of tests/models/cases.
     pip install torch transformers peft safetensors
     python3 tests/models/make_lora.py tests/models/cases tests/models/lora [case ..]
 
+Cases of experts are written with transformers 4.57, in which each matrix of an expert is a module. With
+transformers 5, which holds all experts of a layer in two parameters, PEFT converts such adapters when it loads them.
+
 With --load FOLDER, it loads adapters and merged models that STEPSCOPE_LORA=FOLDER has made the tests
 write, and compares their logits with those of PEFT's own.
 """
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers as T
+from make import EAGER, VERSION
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
@@ -29,11 +33,21 @@ CASES = {
     "gpt2": ("gpt2", dict(r=4, lora_alpha=8, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True)),
     "phi3": ("phi3", dict(r=4, lora_alpha=8, target_modules=["qkv_proj", "gate_up_proj"])),
     "gpt_neox": ("gpt_neox", dict(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=["dense_4h_to_h"])),
+    "mixtral": ("mixtral", dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "w1", "w2", "w3"])),
+    "qwen3_moe": ("qwen3_moe", dict(
+        r=8, lora_alpha=8, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"], rank_pattern={"down_proj": 3},
+        alpha_pattern={"up_proj": 5}, modules_to_save=["gate"])),
 }
+# The cases of experts.
+EXPERTS = ["mixtral", "qwen3_moe"]
 
 
 def base(models, name, dtype):
-    return T.AutoModelForCausalLM.from_pretrained(models / name, dtype=dtype, attn_implementation="eager")
+    config, renamed = json.loads((models / name / "config.json").read_text()), {}
+    if config["model_type"] == "qwen3_moe" and VERSION < 5 and "num_local_experts" in config:
+        # The number of experts has another name in transformers 4.
+        renamed = dict(num_experts=config["num_local_experts"])
+    return T.AutoModelForCausalLM.from_pretrained(models / name, dtype=dtype, **EAGER, **renamed)
 
 
 def file_name(key):
@@ -76,7 +90,8 @@ def write(models, folder, name):
         optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
         losses = []
         for _ in range(UPDATES):
-            optimizer.zero_grad()
+            # An expert without a token has a gradient of zero in each form of the experts.
+            optimizer.zero_grad(set_to_none=False)
             loss = loss_of(model, inputs, labels)[1]
             loss.backward()
             optimizer.step()
@@ -104,7 +119,7 @@ def check(models, folder, written, name):
     inputs = expected["ids"].long()
     with torch.no_grad():
         adapted = PeftModel.from_pretrained(base(models, of, torch.float64), written / name / "adapter", autocast_adapter_dtype=False)
-        merged = T.AutoModelForCausalLM.from_pretrained(written / name / "merged", dtype=torch.float64, attn_implementation="eager")
+        merged = base(written / name, "merged", torch.float64)
         for what, model in [("adapter", adapted.double()), ("merged", merged)]:
             logits = model.eval()(input_ids=inputs, use_cache=False).logits
             difference = ((logits - expected["logits"]).norm() / expected["logits"].norm()).item()
@@ -120,7 +135,7 @@ if __name__ == "__main__":
     parser.add_argument("cases", nargs="*")
     arguments = parser.parse_args()
     T.utils.logging.set_verbosity_error()
-    for case in arguments.cases or CASES:
+    for case in arguments.cases or [case for case in CASES if arguments.load or (case in EXPERTS) == (VERSION < 5)]:
         if arguments.load:
             check(arguments.models, arguments.folder, arguments.load, case)
         else:

@@ -4,24 +4,31 @@ tests/models/cases in NF4 as transformers saves it, with adapters and what PEFT 
     pip install torch transformers peft safetensors bitsandbytes
     python3 tests/models/make_nf4.py tests/models
 
-The model's weights in float64 are those that bitsandbytes decodes in f32.
+With transformers 4.57, whose experts are linear layers, it writes only the mixture of experts.
+The models' weights in float64 are those that bitsandbytes decodes in f32.
 """
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import bitsandbytes.functional as F
 import make_lora
 import torch
 import transformers as T
+from make import LLAMA, MOE, VERSION
 from safetensors.torch import save_file
 
 MODEL = "llama31"
+# The router is a matrix in NF4 too.
+MIXTURE = dict(LLAMA, **MOE, num_experts=8, head_dim=16, moe_intermediate_size=8, norm_topk_prob=True, pad_token_id=0)
 # Outputs, inputs and type: one block, blocks across rows, several groups of scales, scales that are summed in a
 # cascade, and weights that are all zero.
 MATRICES = [
     (8, 8, torch.float32), (24, 24, torch.bfloat16), (16, 72, torch.float32), (24, 1400, torch.float32),
     (24, 24, torch.float16), (16, 16, torch.float32)]
+# All linear layers but the head and the router.
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def decoded(codes, state, dtype):
@@ -51,12 +58,12 @@ def matrices(path):
     save_file(saved, path)
 
 
-def model(models, folder):
-    """Writes the model in NF4, and returns its decoded weights."""
+def model(source, folder):
+    """Writes a model in NF4, and returns its decoded weights."""
     settings = T.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32)
     quantised = T.AutoModelForCausalLM.from_pretrained(
-        models / MODEL, dtype=torch.float32, quantization_config=settings, device_map="cpu")
+        source, dtype=torch.float32, quantization_config=settings, device_map="cpu")
     shutil.rmtree(folder, ignore_errors=True)
     quantised.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
@@ -67,14 +74,9 @@ def model(models, folder):
     return weights
 
 
-if __name__ == "__main__":
-    T.utils.logging.set_verbosity_error()
-    here = Path(sys.argv[1])
-    folder = here / "nf4"
-    folder.mkdir(exist_ok=True)
-    matrices(folder / "matrices.safetensors")
-    weights = model(here / "cases", folder / "model")
-    plain = make_lora.base
+def adapter(models, name, folder, results):
+    """Writes a model in NF4 to a folder, and an adapter and PEFT's results with it to another."""
+    weights, plain = model(models / name, folder), make_lora.base
 
     def base(models, name, dtype):
         loaded = plain(models, name, dtype)
@@ -82,5 +84,24 @@ if __name__ == "__main__":
         return loaded
 
     make_lora.base = base
-    make_lora.CASES["adapter"] = (MODEL, dict(r=4, lora_alpha=8, target_modules="all-linear"))
-    make_lora.write(here / "cases", folder, "adapter")
+    make_lora.CASES[results.name] = (name, dict(r=4, lora_alpha=8, target_modules=TARGETS))
+    make_lora.write(models, results.parent, results.name)
+
+
+if __name__ == "__main__":
+    T.utils.logging.set_verbosity_error()
+    here = Path(sys.argv[1])
+    folder = here / "nf4"
+    folder.mkdir(exist_ok=True)
+    if VERSION < 5:
+        with tempfile.TemporaryDirectory() as models:
+            torch.manual_seed(4)
+            mixture = T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(**MIXTURE))
+            with torch.no_grad():
+                for parameter in mixture.parameters():
+                    parameter.add_(0.1 * torch.randn(parameter.shape))
+            mixture.save_pretrained(Path(models) / "mixture")
+            adapter(Path(models), "mixture", folder / "mixture", folder / "mixture_adapter")
+    else:
+        matrices(folder / "matrices.safetensors")
+        adapter(here / "cases", MODEL, folder / "model", folder / "adapter")

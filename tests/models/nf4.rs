@@ -10,7 +10,7 @@ use safetensors::{Dtype, SafeTensors};
 use std::fs;
 use std::path::PathBuf;
 use stepscope::models::{Lora, ModelConfig, Transformer, WeightFiles, Weights};
-use stepscope::parameters::{FrozenType, Initializer, Nf4Matrix};
+use stepscope::parameters::{FrozenType, Initializer, Nf4Matrix, ParameterEntry};
 use stepscope::prelude::*;
 
 fn folder(name: &str) -> PathBuf {
@@ -79,17 +79,20 @@ on_each_device! {
         assert_eq!(count, 6);
     }
 
-    /// A folder in NF4, against PEFT in float64 with the weights that bitsandbytes decodes.
+    /// Folders in NF4, against PEFT in float64 with the weights that bitsandbytes decodes. All
+    /// matrices of a mixture are in NF4, those of the experts and of the routers too.
     fn adapters_agree_with_peft(device: &Device) {
-        let files = WeightFiles::open(folder("model")).unwrap();
-        let is_linear = |name: &str| name.ends_with("proj.weight");
-        let mut adapted = Adapted::with(device, &folder("adapter"), &folder("model"), |entry| {
-            let stored = files.stored(entry);
-            assert_eq!(stored == FrozenType::Nf4, is_linear(entry.name()), "{}", entry.name());
-            stored
-        });
-        adapted.agrees(device, "nf4");
-        adapted.updates_agree(device, "nf4");
+        for (model, adapter) in [("model", "adapter"), ("mixture", "mixture_adapter")] {
+            let files = WeightFiles::open(folder(model)).unwrap();
+            let is_matrix = |entry: &ParameterEntry| !entry.is_table() && entry.shape().extents().len() == 2;
+            let mut adapted = Adapted::with(device, &folder(adapter), &folder(model), |entry| {
+                let stored = files.stored(entry);
+                assert_eq!(stored == FrozenType::Nf4, is_matrix(entry), "{}", entry.name());
+                stored
+            });
+            adapted.agrees(device, model);
+            adapted.updates_agree(device, model);
+        }
     }
 
     /// The gradients of a model in NF4 are those of the same weights in f32, and recompute keeps

@@ -1,11 +1,11 @@
-//! Adapters of linear layers: the results and gradients of separate products, for any ranks, and
-//! dropout that is repeated in every run of a step.
+//! Adapters of linear layers and of experts: the results and gradients of separate products, for
+//! any ranks, and dropout that is repeated in every run of a step.
 
 #![forbid(unsafe_code)]
 
 use crate::support::{Random, bits, on_each_device, relative_l2};
 use stepscope::nn::{AdapterPart, Linear};
-use stepscope::ops::{self, Activation, Generator};
+use stepscope::ops::{self, Activation, Generator, GroupedLowRank};
 use stepscope::parameters::{FrozenType, Initializer};
 use stepscope::prelude::*;
 use stepscope::tensor::Element;
@@ -149,6 +149,75 @@ fn agree<S: Activation>(device: &Device, dropout: f32, limit: f64) {
     }
 }
 
+/// Experts, of which each token uses two, and the rank of their adapters.
+const EXPERTS: usize = 3;
+const RANK: usize = 5;
+
+fn named(parameters: &Parameters, name: &str) -> Parameter {
+    parameters.spec().iter().find(|(_, entry)| entry.name() == name).unwrap().0
+}
+
+/// Returns y and the gradients of A, B and a matrix before the experts, for a layer of experts with
+/// adapters or for separate products of the same weights.
+fn run_experts<S: Activation>(parameters: &Parameters, p: f32, whole: bool) -> [Vec<f32>; 4] {
+    let device = parameters.device();
+    let [before, w, a, b] = ["before", "w", "a", "b"].map(|name| named(parameters, name));
+    let mut gradients = Gradients::zeros(parameters).unwrap();
+    let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();
+    let mut random = Random::new(11);
+    let (x, weights): (Vec<f32>, Vec<f32>) = (random.normals(ROWS * INPUTS), random.normals(2 * ROWS * OUTPUTS));
+    let narrow = |values: &[f32]| values.iter().map(|&value| S::narrow(value)).collect::<Vec<S>>();
+    // The last expert has no token.
+    let ids: Vec<u32> = (0..2 * ROWS as u32).map(|at| at % 7 % 2).collect();
+    let generator = Generator::new(device, 5).unwrap();
+    let y = arena.step(|step| {
+        let tape = Tape::new(step, parameters).with_generator(&generator);
+        let groups = ops::group_by(step, &step.upload_indices(&ids, [ROWS, 2])?, EXPERTS)?;
+        let x = tape.linear(&tape.input(step.upload(&narrow(&x), [ROWS, INPUTS])?), before, None)?;
+        let rows = tape.dispatch(&x, &groups)?;
+        let y = if whole {
+            let low_rank = GroupedLowRank { a, b, scale: -1.5 };
+            let draws = if p > 0.0 { tape.draws()? } else { None };
+            tape.grouped_low_rank(&rows, w, &low_rank, draws.map(|draws| (p, draws.next())), &groups)?
+        } else {
+            let dropped = if p > 0.0 { tape.dropout(&rows, p)? } else { rows };
+            let added = tape.grouped_linear(&tape.grouped_linear(&dropped, a, &groups)?, b, &groups)?;
+            tape.grouped_linear(&rows, w, &groups)?.add(added.mul(-1.5)?)?
+        };
+        let weights = tape.input(step.upload(&narrow(&weights), [2 * ROWS, OUTPUTS])?);
+        let loss = tape.sum(&y.mul(weights)?)?;
+        let values = step.read(y.value())?.into_iter().map(|value| value.widen()).collect();
+        tape.backward_overwrite(&loss, &mut gradients)?;
+        Ok(values)
+    });
+    let [of_a, of_b, of_x] = [a, b, before].map(|parameter| gradients.read(parameter).unwrap());
+    [y.unwrap(), of_a, of_b, of_x]
+}
+
+fn experts_agree<S: Activation>(device: &Device, dropout: f32, limit: f64) {
+    let mut spec = ParameterSpec::builder();
+    spec.add("w", [INPUTS, EXPERTS * OUTPUTS], Initializer::fan_in(INPUTS));
+    spec.freeze(|_| Some(FrozenType::F32));
+    spec.add("before", [INPUTS, INPUTS], Initializer::fan_in(INPUTS));
+    spec.add("a", [INPUTS, EXPERTS * RANK], Initializer::fan_in(INPUTS));
+    spec.add("b", [RANK, EXPERTS * OUTPUTS], Initializer::fan_in(RANK));
+    let mut parameters = Parameters::new(device, &spec.build().unwrap(), 7).unwrap();
+    let w = named(&parameters, "w");
+    parameters.write(w, &Random::new(3).normals(INPUTS * EXPERTS * OUTPUTS)).unwrap();
+    if <S as Element>::NAME == bf16::NAME {
+        parameters = parameters.with_bf16_copy().unwrap();
+    }
+    let [ours, theirs] = [true, false].map(|whole| run_experts::<S>(&parameters, dropout, whole));
+    for (what, (ours, theirs)) in ["y", "A", "B", "x"].into_iter().zip(ours.iter().zip(&theirs)) {
+        let theirs: Vec<f64> = theirs.iter().map(|&value| f64::from(value)).collect();
+        let difference = relative_l2(ours, &theirs);
+        assert!(difference <= limit, "{what} differs by {difference:e}");
+        let zeros = ours.iter().filter(|value| **value == 0.0).count();
+        let of_last_expert = if ["A", "B"].contains(&what) { ours.len() / EXPERTS } else { 0 };
+        assert_eq!(zeros, of_last_expert, "{what} has zeros");
+    }
+}
+
 /// Layers of one width, with a function between them.
 struct Stack(Vec<Linear>);
 
@@ -192,6 +261,13 @@ on_each_device! {
         for dropout in [0.0, 0.25] {
             agree::<f32>(device, dropout, 1e-6);
             agree::<bf16>(device, dropout, 1e-2);
+        }
+    }
+
+    fn adapters_of_experts_agree(device: &Device) {
+        for dropout in [0.0, 0.25] {
+            experts_agree::<f32>(device, dropout, 1e-6);
+            experts_agree::<bf16>(device, dropout, 1e-2);
         }
     }
 

@@ -102,7 +102,7 @@ fn results<S: Activation>(
             Ok((value[0], launches() - before))
         })
         .unwrap();
-    let norm = arena.step(|step| step.read(&ops::squared_norm(step, &gradients.lend_flat_mut(step)?)?)).unwrap();
+    let norm = arena.step(|step| step.read(&ops::squared_norm(step, &gradients.lend_flat_mut::<f32>(step)?)?)).unwrap();
     let all = gradients.read_flat().unwrap();
     let named = |entry: &ParameterEntry| (entry.name().to_owned(), bits(&all[entry.range()]));
     let gradients = spec.entries().iter().map(named).collect();

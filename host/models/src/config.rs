@@ -19,6 +19,8 @@ const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The most layers, and the largest of all other sizes. Both are far above any real model.
 const MAX_LAYERS: usize = 1 << 14;
 const MAX_SIZE: usize = 1 << 26;
+/// The most experts in all layers.
+const MAX_EXPERTS: usize = 1 << 16;
 /// The most weights, above any real model, so that no product of sizes overflows.
 const MAX_WEIGHTS: u128 = 1 << 42;
 
@@ -47,6 +49,10 @@ pub enum Family {
     Gemma3,
     /// Arcee, such as AFM-4.5B.
     Arcee,
+    /// Qwen3 with mixtures of experts, such as Qwen3-30B-A3B.
+    Qwen3Moe,
+    /// Mixtral.
+    Mixtral,
 }
 
 /// A norm over the columns of a token.
@@ -102,6 +108,22 @@ pub struct LayerConfig {
     pub mask: AttentionMask,
     /// The rotary positions, if the layer has any.
     pub rotary: Option<Rotary>,
+    /// The mixture of experts in place of the feed-forward part, if the layer has one.
+    pub mixture: Option<MixtureConfig>,
+}
+
+/// A mixture of experts; see [`Mixture`](stepscope_train::nn::Mixture). Each expert is a
+/// [`FeedForwardKind::SwiGlu`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MixtureConfig {
+    /// The number of experts.
+    pub experts: usize,
+    /// The number of experts that a token uses.
+    pub chosen: usize,
+    /// The hidden columns of an expert.
+    pub hidden: usize,
+    /// True if the weights of a token's experts are shares of the sum of their probabilities.
+    pub normalized: bool,
 }
 
 /// A decoder-only transformer.
@@ -141,7 +163,7 @@ pub struct ModelConfig {
     pub kv_heads: usize,
     /// The columns of a head.
     pub head_width: usize,
-    /// The hidden columns of the feed-forward part.
+    /// The hidden columns of the feed-forward part, in layers without a mixture.
     pub hidden: usize,
     /// The layers, from the input to the output.
     pub layers: Vec<LayerConfig>,
@@ -167,6 +189,9 @@ pub struct ModelConfig {
     pub score_scale: Option<f32>,
     /// The factor of the embedded tokens, if there is one.
     pub embedding_scale: Option<f32>,
+    /// The factor with which the auxiliary loss of the routers is a part of the loss, if it is one:
+    /// `router_aux_loss_coef`, if `output_router_logits` is true.
+    pub router_loss: Option<f32>,
     /// True if the head is the token table.
     pub tied: bool,
     /// The file, which is written back with a model.

@@ -5,7 +5,7 @@
 //! tensor at a time.
 
 use crate::config::ModelConfig;
-use crate::names::{self, FileTensor};
+use crate::names::{self, FileTensor, TensorKind};
 use crate::quantized::{self, Quantized};
 use crate::weights::columns;
 use cuda_std::float_mode;
@@ -61,7 +61,7 @@ impl WeightFiles {
                 let reason = format!("has no `{}` {:?}, which config.json requires", tensor.name, tensor.shape);
                 return Err(Error::file(folder, reason));
             };
-            if tensor.linear && quantized::has(&files, &name) {
+            if tensor.is_matrix() && quantized::has(&files, &name) {
                 if let Some(missing) = quantized::names(&name).into_iter().skip(1).find(|name| !more.remove(name)) {
                     let reason = format!("has no `{missing}`, which a matrix in NF4 with double quantisation requires");
                     return Err(Error::file(folder, reason));
@@ -121,10 +121,14 @@ impl WeightFiles {
         self.stored(entry) == FrozenType::Bf16 && self.tensors_of(entry).all(|(_, tensor)| tensor.added == 0.0)
     }
 
-    /// Returns NF4 for the matrices of linear layers, and the type of [`WeightFiles::stored`] for
-    /// all other parameters.
+    /// Returns NF4 for the matrices of linear layers and experts, and the type of
+    /// [`WeightFiles::stored`] for all other parameters, such as routers.
     pub fn quantized(&self, entry: &ParameterEntry) -> FrozenType {
-        if self.tensors_of(entry).any(|(_, tensor)| tensor.linear) { FrozenType::Nf4 } else { self.stored(entry) }
+        let is_quantized = |kind| matches!(kind, TensorKind::Linear | TensorKind::Expert);
+        if self.tensors_of(entry).any(|(_, tensor)| is_quantized(tensor.kind)) {
+            return FrozenType::Nf4;
+        }
+        self.stored(entry)
     }
 
     /// Overwrites all parameters of the model, trained and frozen, but not those of adapters.

@@ -20,7 +20,7 @@ mod quantized;
 mod transformer;
 mod weights;
 
-pub use config::{Family, FeedForwardKind, LayerConfig, ModelConfig, NormKind, QkNormKind, Residual};
+pub use config::{Family, FeedForwardKind, LayerConfig, MixtureConfig, ModelConfig, NormKind, QkNormKind, Residual};
 pub use files::WeightFiles;
 pub use lora::{Lora, Targets};
 pub use transformer::Transformer;

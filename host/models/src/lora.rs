@@ -22,7 +22,7 @@ use std::path::Path;
 use stepscope_core::{Error, FileKind, Parameters, PlainFile, Result, replace_file};
 use stepscope_train::{StateDict, TensorFiles};
 
-pub(crate) use plan::{AdaptedLayer, PlannedPart};
+pub(crate) use plan::{AdaptedExperts, AdaptedLayer, PlannedPart};
 
 /// The file of the settings.
 const CONFIG: &str = "adapter_config.json";
@@ -34,7 +34,8 @@ const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The linear layers that have adapters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Targets {
-    /// All linear layers but the head, as PEFT's `all-linear`.
+    /// All linear layers but the head, as PEFT's `all-linear`, and but the experts and the router
+    /// of a mixture.
     AllLinear,
     /// The layers whose name in the model's file is one of these, or ends with one of them after a
     /// dot, such as `q_proj`.
@@ -96,7 +97,7 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// Makes the settings of adapters for all linear layers but the head, without dropout.
+    /// Makes the settings of adapters for [`Targets::AllLinear`], without dropout.
     pub fn new(rank: usize, alpha: f64) -> Self {
         Self {
             rank,

@@ -8,10 +8,11 @@
 //! k_proj.weight        [k outputs, width]      the columns after q's
 //! gate_up_proj.weight  [2 hidden, width]       mlp.gate_proj.weight, mlp.up_proj.weight
 //! query_key_value      [heads (q, k, v), width]   q's, k's and v's columns of each head in turn
+//! experts.3.up_proj    [hidden, width]         mlp.up.weight  [width, experts * hidden], expert 3's
 //! ```
 //! Invariant: each element of each parameter has exactly one place in exactly one tensor.
 
-use crate::config::{Family, FeedForwardKind, ModelConfig, NormKind, QkNormKind, Residual};
+use crate::config::{Family, FeedForwardKind, MixtureConfig, ModelConfig, NormKind, QkNormKind, Residual};
 use std::collections::BTreeMap;
 use stepscope_core::Stored;
 use stepscope_core::internals::{Columns, copy, transpose};
@@ -27,12 +28,25 @@ pub(crate) struct FileTensor {
     pub(crate) inputs: usize,
     /// True if the inputs of an output are adjacent in the file.
     pub(crate) transposed: bool,
-    /// True for the weight of a linear layer, to which an adapter may be added.
-    pub(crate) linear: bool,
+    /// The part of a model that the tensor belongs to.
+    pub(crate) kind: TensorKind,
     /// The number that is added to the file's value.
     pub(crate) added: f32,
     /// The parts, in the order of the file's outputs.
     pub(crate) parts: Vec<OutputRange>,
+}
+
+/// The part of a model that a tensor belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TensorKind {
+    /// The weight of a linear layer, to which an adapter may be added.
+    Linear,
+    /// A matrix of an expert.
+    Expert,
+    /// The router of a mixture.
+    Router,
+    /// A table or a vector.
+    Other,
 }
 
 /// Adjacent outputs of a parameter that are adjacent in a file's tensor too.
@@ -61,6 +75,11 @@ impl FileTensor {
     /// Returns true for the table of tokens.
     pub(crate) fn is_token_table(&self) -> bool {
         self.parts.first().is_some_and(|part| part.parameter == "tokens.weight")
+    }
+
+    /// Returns true for a matrix by which tokens are multiplied, which a file may have in NF4.
+    pub(crate) fn is_matrix(&self) -> bool {
+        self.kind != TensorKind::Other
     }
 
     /// Returns the number of outputs in the file.
@@ -160,12 +179,28 @@ impl Names {
         let parts = vec![OutputRange { parameter: parameter.into(), first: 0, outputs: columns }];
         let shape = vec![rows, columns];
         let (inputs, name) = (rows, name.into());
-        self.tensors.push(FileTensor { name, shape, inputs, transposed: false, linear: false, added: 0.0, parts });
+        self.tensors.push(FileTensor {
+            name,
+            shape,
+            inputs,
+            transposed: false,
+            kind: TensorKind::Other,
+            added: 0.0,
+            parts,
+        });
     }
 
     fn vector(&mut self, name: String, added: f32, parts: Vec<OutputRange>) {
         let shape = vec![parts.iter().map(|part| part.outputs).sum()];
-        self.tensors.push(FileTensor { name, shape, inputs: 1, transposed: false, linear: false, added, parts });
+        self.tensors.push(FileTensor {
+            name,
+            shape,
+            inputs: 1,
+            transposed: false,
+            kind: TensorKind::Other,
+            added,
+            parts,
+        });
     }
 
     /// Adds a norm.
@@ -195,12 +230,33 @@ impl Names {
             shape,
             inputs,
             transposed,
-            linear: true,
+            kind: TensorKind::Linear,
             added: 0.0,
             parts: of("weight"),
         });
         if bias {
             self.vector(format!("{name}.bias"), 0.0, of("bias"));
+        }
+    }
+
+    /// Adds a mixture of experts, whose parameters begin with `ours`.
+    fn mixture(&mut self, family: Family, [file, ours]: [&str; 2], width: usize, mixture: MixtureConfig) {
+        let MixtureConfig { experts, hidden, .. } = mixture;
+        let (folder, names) = match family {
+            Family::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
+            _ => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+        };
+        let mut add = |name: &str, kind, inputs, part: &(&str, usize, usize)| {
+            self.linear(name, false, inputs, &[*part]);
+            self.tensors.last_mut().expect("the matrix was added above").kind = kind;
+        };
+        add(&format!("{file}.{folder}.gate"), TensorKind::Router, width, &(&format!("{ours}.router"), 0, experts));
+        let parts = [("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)];
+        for (expert, (name, (part, inputs, outputs))) in
+            (0..experts).flat_map(|expert| names.into_iter().zip(parts).map(move |pair| (expert, pair)))
+        {
+            let name = format!("{file}.{folder}.experts.{expert}.{name}");
+            add(&name, TensorKind::Expert, inputs, &(&format!("{ours}.{part}"), expert * outputs, outputs));
         }
     }
 }
@@ -271,6 +327,10 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
                 names.vector(format!("{file}.self_attn.{name}.weight"), gain, part);
             }
         }
+        if let Some(mixture) = config.layers[layer].mixture {
+            names.mixture(family, [&file, &ours_of("mlp")], width, mixture);
+            continue;
+        }
         let bias = config.feed_forward_bias;
         match config.feed_forward {
             FeedForwardKind::Gelu | FeedForwardKind::GeluExact | FeedForwardKind::ReluSquared => {
@@ -314,7 +374,7 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
 /// another order in the file.
 pub(crate) fn matrices(tensors: &[FileTensor]) -> BTreeMap<&str, Option<Vec<usize>>> {
     let mut matrices: BTreeMap<&str, Option<Vec<usize>>> = BTreeMap::new();
-    for tensor in tensors.iter().filter(|tensor| tensor.linear) {
+    for tensor in tensors.iter().filter(|tensor| tensor.is_matrix()) {
         for part in &tensor.parts {
             let outputs = matrices.entry(&part.parameter).or_insert_with(|| Some(Vec::new()));
             match outputs {

@@ -3,12 +3,13 @@
 //! Invariant: every parameter's name is one that the crate's map of file tensors knows, so that
 //! each model can be read and written.
 
+mod balance;
 mod cached;
 
-use crate::config::{FeedForwardKind, LayerConfig, ModelConfig, NormKind, QkNormKind, Residual};
-use crate::lora::{AdaptedLayer, Lora, PlannedPart};
+use crate::config::{FeedForwardKind, LayerConfig, MixtureConfig, ModelConfig, NormKind, QkNormKind, Residual};
+use crate::lora::{AdaptedExperts, AdaptedLayer, Lora, PlannedPart};
 use crate::names;
-use crate::weights;
+use crate::weights::{self, LowRankProduct};
 use cuda_std::float_mode;
 use stepscope_core::ops::{self, Activation, AttentionConfig};
 use stepscope_core::{
@@ -16,7 +17,8 @@ use stepscope_core::{
     Parameters, Result, Saved, Tape, Var,
 };
 use stepscope_train::nn::{
-    Adapter, AdapterPart, Embedding, LayerNorm, Linear, Mlp, MultiHeadAttention, Norm, RmsNorm, Scope, SwiGlu,
+    AdapterPart, Embedding, ExpertAdapter, ExpertLinear, LayerNorm, Linear, Mixture, Mlp, MultiHeadAttention, Norm,
+    RmsNorm, Scope, SwiGlu,
 };
 
 /// A decoder-only transformer: token table, blocks, a norm, and a head over the vocabulary.
@@ -51,6 +53,7 @@ enum FeedForward {
     ReluSquared(Mlp),
     SwiGlu(SwiGlu),
     GeGlu(SwiGlu),
+    Mixture(Mixture),
 }
 
 impl Transformer {
@@ -96,7 +99,8 @@ impl Transformer {
         let plan = lora.plan(&config)?;
         Self::build(config, |model, spec| {
             spec.freeze(|entry| (!plan.trained.contains(entry.name())).then(|| stored(entry)));
-            plan.layers.iter().try_for_each(|layer| model.adapt(spec, layer, lora.dropout))
+            plan.layers.iter().try_for_each(|layer| model.adapt(spec, layer, lora.dropout))?;
+            plan.experts.iter().try_for_each(|layer| model.adapt_experts(spec, layer, lora.dropout))
         })
     }
 
@@ -196,11 +200,65 @@ impl Transformer {
         }
     }
 
-    /// Returns the adapter of the layer with this weight, such as
-    /// `blocks.0.attention.o_proj.weight`.
-    pub(crate) fn adapter_of(&self, weight: &str) -> Option<Adapter> {
+    /// Adds the adapters of a matrix of experts.
+    fn adapt_experts(&mut self, spec: &mut ParameterSpecBuilder, layer: &AdaptedExperts, dropout: f32) -> Result<()> {
+        let AdaptedExperts { layer, extents, experts, rank, scale, .. } = layer;
+        let Some(linear) = self.experts_mut(layer) else {
+            return Err(Error::misuse("lora", "targets that are matrices of experts", layer));
+        };
+        *linear = linear.with_adapter(spec.at(layer), *extents, *experts, (*rank, *scale), dropout);
+        Ok(())
+    }
+
+    /// Returns a matrix of experts by the name of its parameters, such as `blocks.0.mlp.up`.
+    fn experts_mut(&mut self, layer: &str) -> Option<&mut ExpertLinear> {
+        let (number, name) = block_of(layer)?;
+        let FeedForward::Mixture(mixture) = &mut self.blocks.get_mut(number)?.feed_forward else { return None };
+        match name {
+            "mlp.gate" => mixture.gate.as_mut(),
+            "mlp.up" => Some(&mut mixture.up),
+            "mlp.down" => Some(&mut mixture.down),
+            _ => None,
+        }
+    }
+
+    /// Returns what the adapters of a weight, such as `blocks.0.attention.o_proj.weight`, add to
+    /// it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for the spec of another model.
+    pub(crate) fn low_rank_products(&self, weight: &str, spec: &ParameterSpec) -> Result<Vec<LowRankProduct>> {
+        let Some(layer) = weight.strip_suffix(".weight") else { return Ok(Vec::new()) };
+        let extents = |parameter| Ok::<_, Error>(spec.entry(parameter)?.shape().as_rows());
         // The same search as for writing, in a copy, which is a few handles.
-        self.clone().linear_mut(weight.strip_suffix(".weight")?)?.adapter
+        let mut model = self.clone();
+        let mut products = Vec::new();
+        if let Some(adapter) = model.linear_mut(layer).and_then(|linear| linear.adapter) {
+            let mut end = 0usize;
+            for part in adapter.low_rank.parts.into_iter().flatten() {
+                let [rank, outputs] = extents(part.b)?;
+                let a = (adapter.low_rank.a, end.next_multiple_of(ops::LOW_RANK_UNIT));
+                end = a.1 + rank;
+                products.push(LowRankProduct {
+                    a,
+                    b: (part.b, 0),
+                    rank,
+                    outputs,
+                    first: part.first,
+                    scale: part.scale,
+                });
+            }
+        }
+        if let Some(ExpertAdapter { low_rank, .. }) = model.experts_mut(layer).and_then(|linear| linear.adapter) {
+            let ([rank, all], [_, ranks]) = (extents(low_rank.b)?, extents(low_rank.a)?);
+            let outputs = all * rank / ranks.max(1);
+            products.extend((0..ranks / rank.max(1)).map(|expert| {
+                let first = expert * outputs;
+                let (a, b) = ((low_rank.a, expert * rank), (low_rank.b, first));
+                LowRankProduct { a, b, rank, outputs, first, scale: low_rank.scale }
+            }));
+        }
+        Ok(products)
     }
 
     /// Adds each adapter to the weights of its layer, and removes the adapters from the layers. The
@@ -211,14 +269,15 @@ impl Transformer {
     pub fn merge(mut self, parameters: &mut Parameters) -> Result<Self> {
         let spec = parameters.spec().clone();
         for (parameter, entry) in spec.iter() {
-            let Some(linear) = entry.name().strip_suffix(".weight").and_then(|layer| self.linear_mut(layer)) else {
-                continue;
-            };
-            if let Some(adapter) = linear.adapter.take() {
+            let products = self.low_rank_products(entry.name(), &spec)?;
+            if !products.is_empty() {
                 let mut values = parameters.read(parameter)?;
-                float_mode::in_default(|| weights::merge(&mut values, entry.shape(), &adapter, parameters))?;
+                float_mode::in_default(|| weights::merge(&mut values, entry.shape(), &products, parameters))?;
                 parameters.write(parameter, &values)?;
             }
+            let layer = entry.name().strip_suffix(".weight").unwrap_or_default();
+            self.linear_mut(layer).into_iter().for_each(|linear| linear.adapter = None);
+            self.experts_mut(layer).into_iter().for_each(|linear| linear.adapter = None);
         }
         Ok(self)
     }
@@ -251,6 +310,42 @@ impl Transformer {
         ids: Indices<'s>,
         documents: Option<Saved<'s, u32>>,
     ) -> Result<Var<'s, S>> {
+        self.scored(tape, ids, documents, None)
+    }
+
+    /// Computes [`Transformer::forward`] and the routers' auxiliary loss, times its factor
+    /// ([`ModelConfig::router_loss`]). There is no such loss if the model has no factor or no
+    /// mixture. `real`: 1 for each token and 0 for padding, in the shape of the ids.
+    ///
+    /// # Errors
+    /// Returns an error if an op fails, for example because the arena is full.
+    #[track_caller]
+    pub fn forward_balanced<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        ids: Indices<'s>,
+        documents: Option<Saved<'s, u32>>,
+        real: Option<Saved<'s>>,
+    ) -> Result<(Var<'s, S>, Option<Var<'s>>)> {
+        let mixture = self.config.layers.iter().find_map(|layer| layer.mixture);
+        let (Some(factor), Some(MixtureConfig { chosen, .. })) = (self.config.router_loss, mixture) else {
+            return Ok((self.forward(tape, ids, documents)?, None));
+        };
+        let mut scores = Vec::new();
+        let hidden = self.scored(tape, ids, documents, Some(&mut scores))?;
+        let loss = balance::loss(tape, &scores, chosen, real)?;
+        Ok((hidden, loss.map(|loss| loss.mul(factor)).transpose()?))
+    }
+
+    /// Computes the input of the head, and adds the scores of each mixture to `scores`.
+    #[track_caller]
+    fn scored<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        ids: Indices<'s>,
+        documents: Option<Saved<'s, u32>>,
+        mut scores: Option<&mut Vec<Var<'s, S>>>,
+    ) -> Result<Var<'s, S>> {
         let mut x = self.tokens.forward(tape, ids)?;
         if let Some(scale) = self.config.embedding_scale {
             x = x.mul(scale)?;
@@ -258,8 +353,10 @@ impl Transformer {
         if let Some(positions) = &self.positions {
             x = positions.add_positions(tape, &x)?;
         }
-        // Blocks without a backward pass keep nothing, so a scope frees their memory.
+        // Blocks without a backward pass keep nothing, so a scope frees their memory. Only the
+        // scores of a block leave it.
         let unrecorded = match (tape.is_evaluating(), x.wants_gradient()) {
+            _ if scores.is_some() => 0,
             (true, _) => self.blocks.len(),
             (false, true) => 0,
             (false, false) => self.frozen_blocks,
@@ -272,10 +369,19 @@ impl Transformer {
             })?;
         }
         for block in recorded {
-            x = match self.recompute {
-                true => block.recomputed(tape, x, documents)?,
-                false => block.forward(tape, &x, documents)?,
+            let mut own = None;
+            x = match (self.recompute, &scores, block.feed_forward) {
+                (true, Some(_), FeedForward::Mixture(_)) => {
+                    let [y, of_block] = block.recomputed_scored(tape, x, documents)?;
+                    own = Some(of_block);
+                    y
+                }
+                (true, ..) => block.recomputed(tape, x, documents)?,
+                (false, ..) => block.forward(tape, &x, documents, &mut own)?,
             };
+            if let (Some(scores), Some(own)) = (&mut scores, own) {
+                scores.push(own);
+            }
         }
         self.norm.forward(tape, &x)
     }
@@ -283,7 +389,7 @@ impl Transformer {
 
 impl Block {
     fn new(mut names: Scope<'_>, config: &ModelConfig, layer: &LayerConfig) -> Self {
-        let (width, hidden, head) = (config.width, config.hidden, config.head_width);
+        let (width, head) = (config.width, config.head_width);
         let count = if config.residual == Residual::Sandwich { 4 } else { 2 };
         let (early, late) = if count == 4 { (2, 4) } else { (1, 2) };
         let mut norms: Vec<Norm> = (1..=early).map(|number| norm(names.at(format!("norm{number}")), config)).collect();
@@ -299,27 +405,7 @@ impl Block {
             None => attention,
         };
         norms.extend((early + 1..=late).map(|number| norm(names.at(format!("norm{number}")), config)));
-        let (mut names, bias) = (names.at("mlp"), config.feed_forward_bias);
-        let feed_forward = match config.feed_forward {
-            FeedForwardKind::Gelu | FeedForwardKind::GeluExact | FeedForwardKind::ReluSquared => {
-                let up = linear(names.at("up"), width, hidden, bias);
-                let mlp = Mlp { up, down: linear(names.at("down"), hidden, width, bias) };
-                match config.feed_forward {
-                    FeedForwardKind::Gelu => FeedForward::Gelu(mlp),
-                    FeedForwardKind::GeluExact => FeedForward::GeluExact(mlp),
-                    _ => FeedForward::ReluSquared(mlp),
-                }
-            }
-            FeedForwardKind::SwiGlu | FeedForwardKind::GeGlu => {
-                let gate = linear(names.at("gate_proj"), width, hidden, bias);
-                let up = linear(names.at("up_proj"), width, hidden, bias);
-                let gated = SwiGlu { gate, up, down: linear(names.at("down_proj"), hidden, width, bias) };
-                match config.feed_forward {
-                    FeedForwardKind::SwiGlu => FeedForward::SwiGlu(gated),
-                    _ => FeedForward::GeGlu(gated),
-                }
-            }
-        };
+        let feed_forward = FeedForward::new(names.at("mlp"), config, layer);
         Self { norms, attention, feed_forward, residual: config.residual }
     }
 
@@ -332,22 +418,41 @@ impl Block {
         documents: Option<Saved<'s, u32>>,
     ) -> Result<Var<'s, S>> {
         let block = self.clone();
-        tape.recompute((x, documents), move |tape, (x, documents)| block.forward(tape, &x, documents))
+        tape.recompute((x, documents), move |tape, (x, documents)| block.forward(tape, &x, documents, &mut None))
     }
 
+    /// Computes the block of a mixture like [`Block::recomputed`], and its scores.
+    #[track_caller]
+    fn recomputed_scored<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: Var<'s, S>,
+        documents: Option<Saved<'s, u32>>,
+    ) -> Result<[Var<'s, S>; 2]> {
+        let block = self.clone();
+        tape.recompute_all((x, documents), move |tape, (x, documents)| {
+            let mut scores = None;
+            let y = block.forward(tape, &x, documents, &mut scores)?;
+            Ok([y, scores.expect("a mixture has scores")])
+        })
+    }
+
+    /// Computes the block. A mixture sets `scores`.
     #[track_caller]
     fn forward<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
         documents: Option<Saved<'s, u32>>,
+        scores: &mut Option<Var<'s, S>>,
     ) -> Result<Var<'s, S>> {
         let heads: AttentionConfig<'s> = self.attention.config();
         let heads = &documents.map_or(heads, |documents| heads.documents(documents));
-        self.forward_by(tape, x, |x, residual| match residual {
+        let attend = |x: &Var<'s, S>, residual: Option<&Var<'s, S>>| match residual {
             Some(residual) => self.attention.forward_residual_masked(tape, x, residual, heads),
             None => self.attention.forward_masked(tape, x, heads),
-        })
+        };
+        self.forward_by(tape, x, attend, scores)
     }
 
     /// Computes the block with this attention of a value, to which it adds the residual if there is
@@ -358,21 +463,22 @@ impl Block {
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
         attend: impl FnOnce(&Var<'s, S>, Option<&Var<'s, S>>) -> Result<Var<'s, S>>,
+        scores: &mut Option<Var<'s, S>>,
     ) -> Result<Var<'s, S>> {
         let first = || self.norms[0].forward(tape, x);
         match self.residual {
             Residual::PreNorm => {
                 let h = attend(&first()?, Some(x))?;
-                self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, &h)?, &h)
+                self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, &h)?, &h, scores)
             }
             Residual::Parallel => {
                 let h = attend(&first()?, Some(x))?;
-                self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, x)?, &h)
+                self.feed_forward.forward_residual(tape, &self.norms[1].forward(tape, x)?, &h, scores)
             }
-            Residual::PostNorm => self.after_attention(tape, x, &attend(x, None)?),
+            Residual::PostNorm => self.after_attention(tape, x, &attend(x, None)?, scores),
             Residual::Sandwich => {
                 let mixed = attend(&first()?, None)?;
-                self.after_attention(tape, x, &mixed)
+                self.after_attention(tape, x, &mixed, scores)
             }
         }
     }
@@ -384,37 +490,79 @@ impl Block {
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
         mixed: &Var<'s, S>,
+        scores: &mut Option<Var<'s, S>>,
     ) -> Result<Var<'s, S>> {
         if self.residual == Residual::PostNorm {
             let h = self.norms[0].forward(tape, mixed)?.add(x)?;
-            let y = self.feed_forward.forward(tape, &h)?;
+            let y = self.feed_forward.forward(tape, &h, scores)?;
             return self.norms[1].forward(tape, &y)?.add(h);
         }
         let mixed = self.norms[1].forward(tape, mixed)?;
         let [h, normed] = self.norms[2].forward_residual(tape, &mixed, x)?;
-        let y = self.feed_forward.forward(tape, &normed)?;
+        let y = self.feed_forward.forward(tape, &normed, scores)?;
         self.norms[3].forward(tape, &y)?.add(h)
     }
 }
 
 impl FeedForward {
+    fn new(mut names: Scope<'_>, config: &ModelConfig, layer: &LayerConfig) -> Self {
+        let (width, hidden, bias) = (config.width, config.hidden, config.feed_forward_bias);
+        if let Some(MixtureConfig { experts, chosen, hidden, normalized }) = layer.mixture {
+            let mixture = Mixture::gated(names, [width, hidden], experts, chosen);
+            return Self::Mixture(Mixture { normalized, ..mixture });
+        }
+        match config.feed_forward {
+            FeedForwardKind::Gelu | FeedForwardKind::GeluExact | FeedForwardKind::ReluSquared => {
+                let up = linear(names.at("up"), width, hidden, bias);
+                let mlp = Mlp { up, down: linear(names.at("down"), hidden, width, bias) };
+                match config.feed_forward {
+                    FeedForwardKind::Gelu => Self::Gelu(mlp),
+                    FeedForwardKind::GeluExact => Self::GeluExact(mlp),
+                    _ => Self::ReluSquared(mlp),
+                }
+            }
+            FeedForwardKind::SwiGlu | FeedForwardKind::GeGlu => {
+                let gate = linear(names.at("gate_proj"), width, hidden, bias);
+                let up = linear(names.at("up_proj"), width, hidden, bias);
+                let gated = SwiGlu { gate, up, down: linear(names.at("down_proj"), hidden, width, bias) };
+                match config.feed_forward {
+                    FeedForwardKind::SwiGlu => Self::SwiGlu(gated),
+                    _ => Self::GeGlu(gated),
+                }
+            }
+        }
+    }
+
+    /// Computes the result. A mixture sets `scores`.
     #[track_caller]
-    fn forward<'s, S: Activation>(&self, tape: &Tape<'_, 's>, x: &Var<'s, S>) -> Result<Var<'s, S>> {
+    fn forward<'s, S: Activation>(
+        &self,
+        tape: &Tape<'_, 's>,
+        x: &Var<'s, S>,
+        scores: &mut Option<Var<'s, S>>,
+    ) -> Result<Var<'s, S>> {
         match self {
             Self::Gelu(mlp) => mlp.forward(tape, x),
             Self::GeluExact(mlp) => mlp.down.forward(tape, &mlp.up.forward(tape, x)?.gelu_exact()?),
             Self::ReluSquared(mlp) => mlp.down.forward(tape, &mlp.up.forward(tape, x)?.relu_squared()?),
             Self::SwiGlu(gated) => gated.forward(tape, x),
+            Self::Mixture(mixture) => {
+                let (y, own) = mixture.forward_scored(tape, x)?;
+                *scores = Some(own);
+                Ok(y)
+            }
             Self::GeGlu(gated) => gated.down.forward(tape, &geglu(gated, tape, x)?),
         }
     }
 
+    /// Computes `residual + forward(x)`.
     #[track_caller]
     fn forward_residual<'s, S: Activation>(
         &self,
         tape: &Tape<'_, 's>,
         x: &Var<'s, S>,
         residual: &Var<'s, S>,
+        scores: &mut Option<Var<'s, S>>,
     ) -> Result<Var<'s, S>> {
         match self {
             Self::Gelu(mlp) => mlp.forward_residual(tape, x, residual),
@@ -423,6 +571,7 @@ impl FeedForward {
                 mlp.down.forward_residual(tape, &mlp.up.forward(tape, x)?.relu_squared()?, residual)
             }
             Self::SwiGlu(gated) => gated.forward_residual(tape, x, residual),
+            Self::Mixture(_) => self.forward(tape, x, scores)?.add(residual),
             Self::GeGlu(gated) => gated.down.forward_residual(tape, &geglu(gated, tape, x)?, residual),
         }
     }

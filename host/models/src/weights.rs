@@ -10,11 +10,9 @@ use cuda_std::float_mode;
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::Path;
-use stepscope_core::ops::LOW_RANK_UNIT;
 use stepscope_core::{
     Error, Gradients, HostMemory, Parameter, ParameterEntry, ParameterSpec, Parameters, Result, Shape, replace_file,
 };
-use stepscope_train::nn::Adapter;
 use stepscope_train::{NewTensor, StateDict, save_tensors};
 
 /// The weights of a model, by the names and in the layout of its parameters.
@@ -215,14 +213,22 @@ impl<'p> Parts<'p> {
         added: f32,
     ) -> Result<Vec<f32>> {
         let tensor = &tensors[number];
+        // q, k and v of one parameter, each with a bias, are six tensors. So are the A and B of an
+        // expert's three matrices, after which those of the next expert follow.
+        let next = tensors.iter().skip(number + 1).take(6).flat_map(|tensor| &tensor.parts);
+        let needed: HashSet<&str> = next.map(|part| &*part.parameter).collect();
+        if let [part] = &tensor.parts[..]
+            && tensor.is_stored_as(columns(&part.parameter))
+            && !needed.contains(&*part.parameter)
+        {
+            self.get(&part.parameter)?;
+            return Ok(self.kept.remove(&part.parameter).expect("it was read above"));
+        }
         let mut values = vec![0.0; tensor.shape.iter().product()];
         for (name, places) in tensor.places(columns) {
             let ours = self.get(name)?;
             float_mode::in_default(|| places.for_each(|at, there| values[there] = ours[at] - added));
         }
-        // q, k and v of one parameter, each with a bias, are six tensors.
-        let next = tensors.iter().skip(number + 1).take(5).flat_map(|tensor| &tensor.parts);
-        let needed: HashSet<&str> = next.map(|part| &*part.parameter).collect();
         self.kept.retain(|name, _| needed.contains(&**name));
         Ok(values)
     }
@@ -232,10 +238,11 @@ impl<'p> Parts<'p> {
         if !self.kept.contains_key(name) {
             let (parameter, entry) = named(self.spec, name)?;
             let mut values = (self.read)(parameter)?;
-            if let Some((model, parameters)) = self.adapters
-                && let Some(adapter) = model.adapter_of(name)
-            {
-                float_mode::in_default(|| merge(&mut values, entry.shape(), &adapter, parameters))?;
+            if let Some((model, parameters)) = self.adapters {
+                let products = model.low_rank_products(name, self.spec)?;
+                if !products.is_empty() {
+                    float_mode::in_default(|| merge(&mut values, entry.shape(), &products, parameters))?;
+                }
             }
             self.kept.insert(name.into(), values);
         }
@@ -243,27 +250,49 @@ impl<'p> Parts<'p> {
     }
 }
 
-/// Adds `scale A B` of each part of an adapter to a matrix `[inputs, outputs]`.
-pub(crate) fn merge(weights: &mut [f32], shape: Shape, adapter: &Adapter, parameters: &Parameters) -> Result<()> {
-    let (&[_, outputs], low_rank) = (shape.extents(), adapter.low_rank) else {
+/// A product `scale A B` that is added to neighboring outputs of a matrix.
+pub(crate) struct LowRankProduct {
+    /// The parameter that holds A, and its first column.
+    pub(crate) a: (Parameter, usize),
+    /// The parameter that holds B, and its first column.
+    pub(crate) b: (Parameter, usize),
+    pub(crate) rank: usize,
+    pub(crate) outputs: usize,
+    /// The first output of the matrix.
+    pub(crate) first: usize,
+    pub(crate) scale: f32,
+}
+
+/// Adds products to a matrix `[inputs, outputs]`.
+pub(crate) fn merge(
+    weights: &mut [f32],
+    shape: Shape,
+    products: &[LowRankProduct],
+    parameters: &Parameters,
+) -> Result<()> {
+    let &[_, all] = shape.extents() else {
         return Err(Error::misuse("merge", "a matrix [inputs, outputs]", shape.to_string()));
     };
-    let (a, mut column) = (parameters.read(low_rank.a)?, 0usize);
-    let ranks = parameters.spec().entry(low_rank.a)?.shape().as_rows()[1];
-    for part in low_rank.parts.into_iter().flatten() {
-        let b = parameters.read(part.b)?;
-        let [rank, of_part] = parameters.spec().entry(part.b)?.shape().as_rows();
-        column = column.next_multiple_of(LOW_RANK_UNIT);
-        let mut sums = vec![0.0; of_part];
-        for (row, a) in weights.chunks_exact_mut(outputs).zip(a.chunks_exact(ranks)) {
-            sums.fill(0.0);
-            for (a, b) in a[column..column + rank].iter().zip(b.chunks_exact(of_part)) {
-                sums.iter_mut().zip(b).for_each(|(sum, b)| *sum += a * b);
+    let columns = |parameter| Ok::<_, Error>(parameters.spec().entry(parameter)?.shape().as_rows()[1]);
+    // Most products share A, B or both with the product before.
+    let mut read: [Option<(Parameter, Vec<f32>)>; 2] = [None, None];
+    for &LowRankProduct { a, b, rank, outputs, first, scale } in products {
+        for (place, parameter) in read.iter_mut().zip([a.0, b.0]) {
+            if place.as_ref().is_none_or(|(other, _)| *other != parameter) {
+                *place = Some((parameter, parameters.read(parameter)?));
             }
-            let row = &mut row[part.first..part.first + of_part];
-            row.iter_mut().zip(&sums).for_each(|(weight, sum)| *weight += part.scale * sum);
         }
-        column += rank;
+        let [Some((_, of_a)), Some((_, of_b))] = &read else { unreachable!("both were read above") };
+        let (ranks, of_outputs) = (columns(a.0)?, columns(b.0)?);
+        let mut sums = vec![0.0; outputs];
+        for (row, values) in weights.chunks_exact_mut(all).zip(of_a.chunks_exact(ranks)) {
+            sums.fill(0.0);
+            for (factor, row) in values[a.1..a.1 + rank].iter().zip(of_b.chunks_exact(of_outputs)) {
+                sums.iter_mut().zip(&row[b.1..b.1 + outputs]).for_each(|(sum, b)| *sum += factor * b);
+            }
+            let row = &mut row[first..first + outputs];
+            row.iter_mut().zip(&sums).for_each(|(weight, sum)| *weight += scale * sum);
+        }
     }
     Ok(())
 }

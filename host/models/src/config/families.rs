@@ -6,7 +6,10 @@
 use super::keys::{Keys, Outcome};
 use super::rope::{self, Defaults};
 use super::unread;
-use super::{Family, FeedForwardKind, LayerConfig, MAX_LAYERS, MAX_SIZE, ModelConfig, NormKind, QkNormKind, Residual};
+use super::{
+    Family, FeedForwardKind, LayerConfig, MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, MixtureConfig, ModelConfig, NormKind,
+    QkNormKind, Residual,
+};
 use serde_json::{Map, json};
 use std::num::NonZeroU32;
 use std::ops::RangeInclusive;
@@ -31,14 +34,16 @@ pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         Some("gpt_neox") => gpt_neox(keys)?,
         Some("gemma3_text") => gemma3(keys)?,
         Some("arcee") => arcee(keys)?,
+        Some("qwen3_moe") => qwen3_moe(keys)?,
+        Some("mixtral") => mixtral(keys)?,
         Some("gemma3") => {
             let known =
                 "\"gemma3_text\", a Gemma 3 of texts only, such as the 1B and the 270M: images are not supported";
             return keys.refuse("model_type", known);
         }
         _ => {
-            let known = "gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, phi3, gpt_neox, gemma3_text or arcee: \
-                         give a model of one of these families";
+            let known = "gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, phi3, gpt_neox, gemma3_text, arcee, \
+                         qwen3_moe or mixtral: give a model of one of these families";
             return keys.refuse("model_type", known);
         }
     };
@@ -88,7 +93,7 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     keys.only("scale_attn_by_inverse_layer_idx", &[json!(false)])?;
     let width = named_twice(keys, "n_embd", "hidden_size", MAX_SIZE)?;
     let heads = named_twice(keys, "n_head", "num_attention_heads", MAX_SIZE)?;
-    let layer = LayerConfig { mask: AttentionMask::Causal, rotary: None };
+    let layer = LayerConfig { mask: AttentionMask::Causal, rotary: None, mixture: None };
     let context = named_twice(keys, "n_positions", "max_position_embeddings", MAX_SIZE)?;
     let layers = named_twice(keys, "n_layer", "num_hidden_layers", MAX_LAYERS)?;
     Ok(ModelConfig {
@@ -112,6 +117,7 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         learned_positions: Some(context),
         score_scale: None,
         embedding_scale: None,
+        router_loss: None,
         tied: keys.flag("tie_word_embeddings", true)?,
         json: Map::new(),
     })
@@ -144,7 +150,7 @@ fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<M
     };
     let rotary = rope::read(keys, head_width, context, defaults)?;
     fits_kernels(head_width, rotary)?;
-    let layer = LayerConfig { mask: AttentionMask::Causal, rotary: Some(rotary) };
+    let layer = LayerConfig { mask: AttentionMask::Causal, rotary: Some(rotary), mixture: None };
     Ok(ModelConfig {
         family,
         vocabulary: keys.required("vocab_size", MAX_SIZE)?,
@@ -166,6 +172,7 @@ fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<M
         learned_positions: None,
         score_scale: None,
         embedding_scale: None,
+        router_loss: None,
         tied: keys.flag("tie_word_embeddings", false)?,
         json: Map::new(),
     })
@@ -214,6 +221,73 @@ fn qwen3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     stated(keys, "num_key_value_heads")?;
     windows_by_layer(keys, &mut config)?;
     Ok(ModelConfig { qk_norm: Some(QkNormKind::Heads), qkv_bias: bias, output_bias: bias, ..config })
+}
+
+fn qwen3_moe(keys: &Keys<'_>) -> Outcome<ModelConfig> {
+    let bias = keys.flag("attention_bias", false)?;
+    let mut config = like_llama(keys, Family::Qwen3Moe, &Defaults::default())?;
+    stated(keys, "num_key_value_heads")?;
+    let mask = match keys.flag("use_sliding_window", false)? {
+        true => {
+            stated(keys, "sliding_window")?;
+            window(keys)?
+        }
+        false => AttentionMask::Causal,
+    };
+    // Without effect unless the window is used.
+    keys.get("sliding_window");
+    let hidden = keys.required("moe_intermediate_size", MAX_SIZE)?;
+    let normalized = keys.flag("norm_topk_prob", false)?;
+    let mixture = mixture(keys, "num_experts", "num_local_experts", config.layers.len(), hidden, normalized)?;
+    let every = keys.size("decoder_sparse_step", MAX_LAYERS)?.unwrap_or(1);
+    let numbers = keys.list("mlp_only_layers")?.unwrap_or_default().iter().map(serde_json::Value::as_u64);
+    let Some(without) = numbers.collect::<Option<Vec<u64>>>() else {
+        return keys.refuse("mlp_only_layers", "numbers of layers");
+    };
+    for (number, layer) in config.layers.iter_mut().enumerate() {
+        let has_experts = (number + 1).is_multiple_of(every) && !without.contains(&(number as u64));
+        (layer.mask, layer.mixture) = (mask, has_experts.then_some(mixture));
+    }
+    let (qk_norm, router_loss) = (Some(QkNormKind::Heads), router_loss(keys)?);
+    Ok(ModelConfig { qk_norm, qkv_bias: bias, output_bias: bias, router_loss, ..config })
+}
+
+fn mixtral(keys: &Keys<'_>) -> Outcome<ModelConfig> {
+    keys.only("router_jitter_noise", &[json!(0.0), json!(0)])?;
+    let mask = window(keys)?;
+    let epsilon = epsilon(keys, "rms_norm_eps", 1e-5)?;
+    let defaults = Defaults { base: Some(1_000_000.0), ..Defaults::default() };
+    let mut config = like_llama(keys, Family::Mixtral, &defaults)?;
+    stated(keys, "num_key_value_heads")?;
+    let mixture = mixture(keys, "num_local_experts", "num_experts", config.layers.len(), config.hidden, true)?;
+    config.layers.iter_mut().for_each(|layer| (layer.mask, layer.mixture) = (mask, Some(mixture)));
+    Ok(ModelConfig { epsilon, router_loss: router_loss(keys)?, ..config })
+}
+
+/// Reads the settings of experts of so many hidden columns, whose number has two names.
+fn mixture(
+    keys: &Keys<'_>,
+    key: &str,
+    other: &str,
+    layers: usize,
+    hidden: usize,
+    normalized: bool,
+) -> Outcome<MixtureConfig> {
+    let experts = named_twice(keys, key, other, MAX_EXPERTS)?;
+    if experts.saturating_mul(layers) > MAX_EXPERTS {
+        return keys.refuse(key, format!("at most {MAX_EXPERTS} experts in {layers} layers"));
+    }
+    let chosen = keys.required("num_experts_per_tok", MAX_EXPERTS)?;
+    if chosen > experts {
+        return keys.refuse("num_experts_per_tok", format!("at most {experts} experts"));
+    }
+    Ok(MixtureConfig { experts, chosen, hidden, normalized })
+}
+
+/// Reads the factor of the routers' auxiliary loss.
+fn router_loss(keys: &Keys<'_>) -> Outcome<Option<f32>> {
+    let factor = keys.real("router_aux_loss_coef", 0.0..=1e6)?.unwrap_or(0.001);
+    Ok(keys.flag("output_router_logits", false)?.then_some(factor as f32))
 }
 
 fn smollm3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
@@ -282,7 +356,7 @@ fn gpt_neox(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     fits_kernels(head_width, rotary)?;
     let bias = keys.flag("attention_bias", true)?;
     let parallel = keys.flag("use_parallel_residual", true)?;
-    let layer = LayerConfig { mask: AttentionMask::Causal, rotary: Some(rotary) };
+    let layer = LayerConfig { mask: AttentionMask::Causal, rotary: Some(rotary), mixture: None };
     Ok(ModelConfig {
         family: Family::GptNeoX,
         vocabulary: keys.required("vocab_size", MAX_SIZE)?,
@@ -304,6 +378,7 @@ fn gpt_neox(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         learned_positions: None,
         score_scale: None,
         embedding_scale: None,
+        router_loss: None,
         tied: keys.flag("tie_word_embeddings", false)?,
         json: Map::new(),
     })
@@ -351,8 +426,8 @@ fn gemma3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         None => (1..=count).map(|number| !number.is_multiple_of(every)).collect(),
     };
     let layer = |slides| match slides {
-        true => LayerConfig { mask, rotary: Some(sliding) },
-        false => LayerConfig { mask: AttentionMask::Causal, rotary: Some(full) },
+        true => LayerConfig { mask, rotary: Some(sliding), mixture: None },
+        false => LayerConfig { mask: AttentionMask::Causal, rotary: Some(full), mixture: None },
     };
     Ok(ModelConfig {
         family: Family::Gemma3,
@@ -375,6 +450,7 @@ fn gemma3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         learned_positions: None,
         score_scale: Some((1.0 / scale.sqrt()) as f32),
         embedding_scale: Some((width as f64).sqrt() as f32),
+        router_loss: None,
         tied: keys.flag("tie_word_embeddings", true)?,
         json: Map::new(),
     })

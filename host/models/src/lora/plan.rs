@@ -1,12 +1,18 @@
 //! The places of adapters in a model, and the tensors of PEFT's file.
 //!
 //! A module of the file may be a part of a layer (`q_proj` of `qkv_proj`), a whole layer, or
-//! several layers (Phi-3's `gate_up_proj`). The layers of one module share its A.
+//! several layers (Phi-3's `gate_up_proj`). The layers of one module share its A. Each expert of a
+//! mixture is a module, and all experts of a layer have the columns of one A and of one B:
+//!
+//! ```text
+//! experts.3.up_proj.lora_A  [rank, width]    mlp.up.lora_a.weight  [width, experts * rank], expert 3's
+//! experts.3.up_proj.lora_B  [hidden, rank]   mlp.up.lora_b.weight  [rank, experts * hidden], expert 3's
+//! ```
 
 use super::targets::{ends_with, matching};
 use super::{Lora, Targets};
 use crate::config::ModelConfig;
-use crate::names::{self, FileTensor, OutputRange};
+use crate::names::{self, FileTensor, OutputRange, TensorKind};
 use std::collections::{BTreeMap, BTreeSet};
 use stepscope_core::{Error, Result, ops};
 
@@ -21,6 +27,8 @@ const UNTIED: &str = "modules that are not tied: PEFT would change the head and 
 pub(crate) struct Plan {
     /// The layers that have adapters.
     pub(crate) layers: Vec<AdaptedLayer>,
+    /// The matrices of experts that have adapters.
+    pub(crate) experts: Vec<AdaptedExperts>,
     /// The parameters that are trained as a whole.
     pub(crate) trained: BTreeSet<String>,
     /// The tensors of PEFT's file that are trained.
@@ -56,6 +64,21 @@ pub(crate) struct PlannedPart {
     pub(crate) outputs: usize,
     pub(crate) rank: usize,
     pub(crate) scale: f32,
+}
+
+/// The adapters of one matrix of each expert of a layer.
+#[derive(Debug)]
+pub(crate) struct AdaptedExperts {
+    /// The matrix of all experts, such as `blocks.0.mlp.up`.
+    pub(crate) layer: String,
+    /// The inputs and outputs of an expert's matrix.
+    pub(crate) extents: [usize; 2],
+    /// The number of experts.
+    pub(crate) experts: usize,
+    pub(crate) rank: usize,
+    pub(crate) scale: f32,
+    /// The number of experts that have an adapter so far.
+    adapted: usize,
 }
 
 /// The adapter of a table `[vocabulary, width]`, which is added to the table.
@@ -103,6 +126,28 @@ impl TableAdapter {
 }
 
 impl Plan {
+    /// Adds a module with the parts of its A and B.
+    fn add_module(
+        &mut self,
+        module: String,
+        [inputs, outputs]: [usize; 2],
+        rank: usize,
+        a: Vec<OutputRange>,
+        b: Vec<OutputRange>,
+    ) {
+        let lora = |name: &str, shape: [usize; 2], inputs, parts| FileTensor {
+            name: format!("{PREFIX}{module}.{name}.weight"),
+            shape: shape.into(),
+            inputs,
+            transposed: true,
+            kind: TensorKind::Other,
+            added: 0.0,
+            parts,
+        };
+        self.tensors.extend([lora("lora_A", [rank, inputs], inputs, a), lora("lora_B", [outputs, rank], rank, b)]);
+        self.modules.push(module);
+    }
+
     /// Returns an error if the adapters include those of tables, which are not trained.
     pub(crate) fn check_trainable(&self) -> Result<()> {
         match self.tables.first() {
@@ -138,6 +183,7 @@ impl Lora {
         let all = names::tensors(config);
         let mut plan = Plan {
             layers: Vec::new(),
+            experts: Vec::new(),
             trained: BTreeSet::new(),
             tensors: Vec::new(),
             base: Vec::new(),
@@ -148,19 +194,29 @@ impl Lora {
         let mut layers: BTreeMap<String, usize> = BTreeMap::new();
         let head = names::head(config.family);
         for tensor in all.iter().filter(|tensor| tensor.shape.len() == 2) {
-            if self.is_target(tensor.module(), tensor.linear)? {
-                match tensor.linear {
-                    true => self.add(&mut plan, &mut layers, tensor)?,
-                    false => self.add_table(&mut plan, tensor, config, tensor.name == head)?,
+            if self.is_target(tensor.module(), tensor.kind == TensorKind::Linear)? {
+                match tensor.kind {
+                    TensorKind::Linear => self.add(&mut plan, &mut layers, tensor)?,
+                    TensorKind::Other => self.add_table(&mut plan, tensor, config, tensor.name == head)?,
+                    TensorKind::Expert => self.add_expert(&mut plan, tensor, &all)?,
+                    TensorKind::Router => {
+                        let expected = "adapters of other layers than a mixture's router: leave it out of the targets, or \
+                                        train it as a module to save";
+                        return refuse(expected, format!("one of `{}`", tensor.module()));
+                    }
                 }
             }
+        }
+        if let Some(some) = plan.experts.iter().find(|layer| layer.adapted < layer.experts) {
+            let got = format!("{} of {} experts of `{}`", some.adapted, some.experts, some.layer);
+            return refuse("adapters of all experts of a layer, or of none", got);
         }
         if config.tied && self.is_target(head.trim_end_matches(".weight"), false)? {
             return refuse(UNTIED, "an adapter of the head of a tied model");
         }
         self.add_saved(&mut plan, config, &all)?;
         self.add_base(&mut plan, config, &all)?;
-        if plan.layers.is_empty() && plan.tables.is_empty() {
+        if plan.layers.is_empty() && plan.experts.is_empty() && plan.tables.is_empty() {
             let targets = match &self.targets {
                 Targets::AllLinear => "all linear layers".into(),
                 Targets::Names(names) => format!("`{}`", names.join("`, `")),
@@ -249,19 +305,33 @@ impl Lora {
             };
             of_b.extend(inside.iter().map(of_part));
         }
-        let outputs = tensor.outputs();
-        let lora = |name: &str, shape: [usize; 2], inputs, parts| FileTensor {
-            name: format!("{PREFIX}{module}.{name}.weight"),
-            shape: shape.into(),
-            inputs,
-            transposed: true,
-            linear: false,
-            added: 0.0,
-            parts,
-        };
-        plan.tensors.push(lora("lora_A", [rank, inputs], inputs, a.into_iter().collect()));
-        plan.tensors.push(lora("lora_B", [outputs, rank], rank, of_b));
-        plan.modules.push(module);
+        plan.add_module(module, [inputs, tensor.outputs()], rank, a.into_iter().collect(), of_b);
+        Ok(())
+    }
+
+    /// Adds the adapter of an expert's matrix.
+    fn add_expert(&self, plan: &mut Plan, tensor: &FileTensor, all: &[FileTensor]) -> Result<()> {
+        let (module, inputs) = (tensor.module().to_owned(), tensor.inputs);
+        let (rank, scale) = self.rank_and_scale(&module)?;
+        let OutputRange { parameter, first, outputs } = &tensor.parts[0];
+        let layer = parameter.strip_suffix(".weight").unwrap_or(parameter).to_owned();
+        let place = plan.experts.iter().position(|other| other.layer == layer).unwrap_or_else(|| {
+            let experts = all.iter().filter(|tensor| tensor.parts[0].parameter == *parameter).count();
+            let (layer, extents) = (layer.clone(), [inputs, *outputs]);
+            plan.experts.push(AdaptedExperts { layer, extents, experts, rank, scale, adapted: 0 });
+            plan.experts.len() - 1
+        });
+        let adapted = &mut plan.experts[place];
+        if (adapted.rank, adapted.scale) != (rank, scale) {
+            let got =
+                format!("rank {rank} and factor {scale} of `{module}`, but {} and {}", adapted.rank, adapted.scale);
+            return refuse("one rank and one alpha for all experts of a layer", format!("{got} of another expert"));
+        }
+        adapted.adapted += 1;
+        let expert = first / outputs;
+        let a = OutputRange { parameter: format!("{layer}.lora_a.weight"), first: expert * rank, outputs: rank };
+        let b = OutputRange { parameter: format!("{layer}.lora_b.weight"), first: *first, outputs: *outputs };
+        plan.add_module(module, [inputs, *outputs], rank, vec![a], vec![b]);
         Ok(())
     }
 

@@ -112,9 +112,10 @@ impl Block {
         x: &Var<'s, S>,
         cache: NextTokens<'_, 's, S>,
     ) -> Result<Var<'s, S>> {
-        self.forward_by(tape, x, |x, residual| match residual {
+        let attend = |x: &Var<'s, S>, residual: Option<&Var<'s, S>>| match residual {
             Some(residual) => self.attention.forward_residual_cached(tape, x, residual, cache),
             None => self.attention.forward_cached(tape, x, cache),
-        })
+        };
+        self.forward_by(tape, x, attend, &mut None)
     }
 }
