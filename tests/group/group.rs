@@ -17,17 +17,24 @@ use stepscope::train::Ended;
 #[test]
 fn rank_count_keeps_bits() {
     let batches = uneven();
-    for (more, small) in [(false, false), (true, false), (false, true), (true, true)] {
-        let one = train_ranks(Plan { ranks: 1, shards: 8, captured: false, more, small }, &batches, None);
+    for (more, memory) in [
+        (false, Memory::Full),
+        (true, Memory::Full),
+        (true, Memory::Small),
+        (false, Memory::Smallest),
+        (true, Memory::Smallest),
+    ] {
+        let one = train_ranks(Plan { ranks: 1, shards: 8, captured: false, more, memory }, &batches, None);
         assert!(one.0[3].loss < 0.9 * one.0[0].loss, "the loss must fall: {:?}", one.0);
         assert!(one.0.iter().all(|update| update.monitored_l2.is_some_and(|norm| norm > 0.0)));
         for ranks in [1, 2, 4, 8] {
             for captured in [false, true] {
-                let plan = Plan { ranks, shards: 8, captured, more, small };
+                let plan = Plan { ranks, shards: 8, captured, more, memory };
                 assert!(train_ranks(plan, &batches, None) == one, "{plan:?}");
             }
         }
-        let other = train_ranks(Plan { ranks: 1, shards: 4, captured: false, more, small: false }, &batches, None);
+        let other =
+            train_ranks(Plan { ranks: 1, shards: 4, captured: false, more, memory: Memory::Full }, &batches, None);
         assert!(other.1 != one.1, "the number of shards must change a run's results");
     }
 }
@@ -36,7 +43,8 @@ fn rank_count_keeps_bits() {
 fn one_shard_matches_no_group() {
     let batches = uneven();
     for more in [false, true] {
-        let plan = Plan { ranks: 1, shards: 1, captured: false, more, small: false };
+        let memory = if more { Memory::Full } else { Memory::Smallest };
+        let plan = Plan { ranks: 1, shards: 1, captured: false, more, memory };
         let alone = train(plan, &Device::open(DeviceKind::Emulated).unwrap(), None, &batches, None).unwrap();
         assert!(train_ranks(plan, &batches, None) == alone);
         assert!(train_ranks(Plan { captured: true, ..plan }, &batches, None) == alone);
@@ -45,17 +53,24 @@ fn one_shard_matches_no_group() {
 
 #[test]
 fn gradients_sum_in_one_shard_tree() {
-    fn tree(shards: &[Vec<f32>]) -> Vec<f32> {
+    for memory in [Memory::Full, Memory::Smallest] {
+        gradients_sum_in_tree(memory);
+    }
+}
+
+fn gradients_sum_in_tree(memory: Memory) {
+    let round = |sum: f32| if let Memory::Smallest = memory { bf16::from_f32(sum).to_f32() } else { sum };
+    fn tree(shards: &[Vec<f32>], round: &impl Fn(f32) -> f32) -> Vec<f32> {
         match shards {
             [shard] => shard.clone(),
             _ => {
                 let (left, right) = shards.split_at(shards.len() / 2);
-                tree(left).iter().zip(tree(right)).map(|(left, right)| left + right).collect()
+                tree(left, round).iter().zip(tree(right, round)).map(|(left, right)| round(left + right)).collect()
             }
         }
     }
     let batch = &batches(|_| 4)[0];
-    let plan = |ranks| Plan { ranks, shards: PARTS, captured: false, more: false, small: false };
+    let plan = |ranks| Plan { ranks, shards: PARTS, captured: false, more: false, memory };
     let device = Device::open(DeviceKind::Emulated).unwrap();
     // The gradient of each shard by itself. The loss is divided by 64 samples and not by 4, so
     // these bits are an exact sixteenth.
@@ -69,7 +84,7 @@ fn gradients_sum_in_one_shard_tree() {
             gradients.into_iter().map(|gradient| gradient / PARTS as f32).collect()
         })
         .collect();
-    let want = tree(&alone);
+    let want = tree(&alone, &round);
     for ranks in [1, 2, 8] {
         let updated = on_ranks((DeviceKind::Emulated, ranks), DEADLINE, |device, group| {
             let mut arena = arena(device);
@@ -90,8 +105,14 @@ fn gradients_sum_in_one_shard_tree() {
 
 #[test]
 fn checkpoints_resume_with_other_ranks() {
+    for memory in [Memory::Full, Memory::Smallest] {
+        checkpoints_resume(memory);
+    }
+}
+
+fn checkpoints_resume(memory: Memory) {
     let batches = uneven();
-    let plan = |ranks| Plan { ranks, shards: 8, captured: ranks % 2 == 0, more: true, small: false };
+    let plan = |ranks| Plan { ranks, shards: 8, captured: ranks % 2 == 0, more: true, memory };
     let (_, whole, _) = train_ranks(plan(2), &batches, None);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint.safetensors");
@@ -115,7 +136,7 @@ fn stop_on_one_rank_stops_all() {
     let batches = uneven();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint.safetensors");
-    let plan = Plan { ranks: 4, shards: 4, captured: true, more: false, small: false };
+    let plan = Plan { ranks: 4, shards: 4, captured: true, more: false, memory: Memory::Full };
     let ended = on_ranks((DeviceKind::Emulated, 4), DEADLINE, |device, group| {
         let (flag, rank) = (AtomicBool::new(false), group.rank());
         let mut arena = arena(device);
@@ -141,7 +162,7 @@ fn mismatched_shards_are_refused() {
     let batch = &batches(|_| 2)[0];
     let joined = Barrier::new(2);
     let outcomes = on_ranks((DeviceKind::Emulated, 2), DEADLINE, |device, group| {
-        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false, small: false };
+        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false, memory: Memory::Full };
         let refused = |made: Result<_>, word: &str| {
             let error = made.map(drop).unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
@@ -176,7 +197,7 @@ fn one_update(kind: DeviceKind, plan: &FaultPlan, deadline: Duration) -> (Vec<Re
     let batch = &batches(|_| 2)[0];
     let start = Instant::now();
     let outcomes = on_ranks_with(kind, &[FaultPlan::new(), plan.clone()], deadline, |device, group| {
-        let way = Plan { ranks: 2, shards: 4, captured: false, more: false, small: false };
+        let way = Plan { ranks: 2, shards: 4, captured: false, more: false, memory: Memory::Full };
         let mut arena = arena(device);
         let mut trainer = Trainer::eager(&mut arena, way.state(device)?.in_group(&group, 4)?);
         trainer.update(batch)?;
@@ -237,7 +258,7 @@ fn device_wait_meets_group_deadline() {
             let (rank, faults) = (config.rank(), if config.rank() == 0 { plan.clone() } else { FaultPlan::new() });
             let device = Device::builder(DeviceKind::Emulated).deadline(DEADLINE).layer(faults).open()?;
             let group = Group::join(&device, &config.deadline(PEER_TIMEOUT))?;
-            let state = Plan { ranks: 2, shards: 4, captured, more: false, small: false }
+            let state = Plan { ranks: 2, shards: 4, captured, more: false, memory: Memory::Full }
                 .state(&device)?
                 .in_group(&group, 4)?;
             let mut arena = arena(&device);
@@ -270,7 +291,7 @@ fn link_ends_when_a_rank_fails() {
     let plans = [FaultPlan::new(), FaultPlan::new()];
     let updated = Barrier::new(2);
     let outcomes = on_ranks_with(DeviceKind::Emulated, &plans, DEADLINE, |device, group| {
-        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false, small: false };
+        let plan = Plan { ranks: 2, shards: 4, captured: false, more: false, memory: Memory::Full };
         let mut batch = batches(|_| 2).swap_remove(0);
         let mut arena = arena(device);
         let mut trainer = Trainer::eager(&mut arena, plan.state(device)?.in_group(&group, 4)?);
@@ -300,8 +321,8 @@ mod two_gpus {
     #[ignore = "needs two NVIDIA GPUs"]
     fn gpu_groups_match_emulator_bits() {
         let batches = uneven();
-        for more in [false, true] {
-            let plan = |ranks, captured| Plan { ranks, shards: 8, captured, more, small: false };
+        for (more, memory) in [(false, Memory::Full), (true, Memory::Full), (true, Memory::Smallest)] {
+            let plan = |ranks, captured| Plan { ranks, shards: 8, captured, more, memory };
             let want = train_ranks(plan(2, false), &batches, None);
             for ranks in [1, 2] {
                 for captured in [false, true] {
@@ -323,7 +344,7 @@ mod two_gpus {
     #[ignore = "needs two NVIDIA GPUs"]
     fn checkpoint_resumes_on_other_devices() {
         let batches = uneven();
-        let plan = |ranks| Plan { ranks, shards: 8, captured: true, more: true, small: false };
+        let plan = |ranks| Plan { ranks, shards: 8, captured: true, more: true, memory: Memory::Full };
         let (_, whole, _) = train_ranks(plan(1), &batches, None);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("checkpoint.safetensors");

@@ -110,7 +110,7 @@ impl Moment {
         // Each kind of call may follow any part of an update.
         let call =
             if below(2) == 0 { (Call::Exchange, 1 + below(3) as u64) } else { (Call::Launch, 1 + below(2) as u64) };
-        let plan = Plan { ranks, shards: SHARDS, captured, more: false, small: false };
+        let plan = Plan { ranks, shards: SHARDS, captured, more: false, memory: Memory::Full };
         Self { seed, wrong, plan, every, culprit, update: below(UPDATES), part, call }
     }
 
@@ -341,8 +341,12 @@ fn at(kind: DeviceKind, moment: &Moment, batches: &[Vec<Points>], left: &[Device
 /// Runs a fault at random moments.
 fn at_moments(kind: DeviceKind, ranks: usize, (name, ways): (&str, &[Wrong]), usual: u64) {
     let batches = uneven();
-    let whole =
-        train_ranks(Plan { ranks: 1, shards: SHARDS, captured: false, more: false, small: false }, &batches, None).1;
+    let whole = train_ranks(
+        Plan { ranks: 1, shards: SHARDS, captured: false, more: false, memory: Memory::Full },
+        &batches,
+        None,
+    )
+    .1;
     // A GPU takes long to open.
     let open = |ordinal| Device::builder(kind).ordinal(ordinal).deadline(DEADLINE).open().unwrap();
     let left: Vec<Device> = (0..ranks / 2).map(open).collect();

@@ -21,7 +21,7 @@ fn group_trains_with_longest_deadline() {
             let outcomes = in_threads(GroupConfig::on_this_host(2).unwrap(), |config| {
                 let device = Device::open(DeviceKind::Emulated)?;
                 let group = Group::join(&device, &config.deadline(deadline))?;
-                let plan = Plan { ranks: 2, shards: 2, captured, more: true, small: false };
+                let plan = Plan { ranks: 2, shards: 2, captured, more: true, memory: Memory::Full };
                 train(plan, &device, Some(group), &batches[..1], None)
             });
             let outcomes: Vec<_> = outcomes.into_iter().map(|(outcome, _)| outcome.unwrap()).collect();

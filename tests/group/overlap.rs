@@ -13,6 +13,7 @@ use stepscope::group::{Group, RankFaultKind};
 use stepscope::nn::Linear;
 use stepscope::ops;
 use stepscope::optim::ParameterGroups;
+use stepscope::parameters::GradientType;
 use stepscope::prelude::*;
 
 const LAYERS: usize = 4;
@@ -59,6 +60,11 @@ struct Plan {
     shards: usize,
     captured: bool,
     adds_late: bool,
+    gradients: GradientType,
+}
+
+impl Plan {
+    const CAPTURED: Self = Self { shards: 2, captured: true, adds_late: false, gradients: GradientType::F32 };
 }
 
 type Points = crate::support::points::Points<WIDTH>;
@@ -85,10 +91,12 @@ impl Plan {
         let model = Deep { layers, head: Linear::new(spec.at("head"), WIDTH, CLASSES), adds_late: self.adds_late };
         let config = AdamW { clip: Some(0.05), ..AdamW::default() };
         let head = model.head.weight;
-        let state = TrainState::new(device, model, &spec.build()?, 7, config)?.with_monitored(head).with_bf16_copy()?;
+        let spec = spec.build()?.with_gradients(self.gradients);
+        let state = TrainState::new(device, model, &spec, 7, config)?.with_monitored(head).with_bf16_copy()?;
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
         let state = state.with_parameter_groups(&groups)?.in_group(group, self.shards)?;
-        let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build()?;
+        // An update converts 4 Mi gradients in BF16 at a time.
+        let mut arena = Arena::builder(device).capacity(Capacity::mib(24)).build()?;
         let mut trainer = match self.captured {
             true => Trainer::captured(&mut arena, state, &batches[0][0])?,
             false => Trainer::eager(&mut arena, state),
@@ -131,8 +139,10 @@ fn bits_match_one_rank(kind: DeviceKind, most: usize) {
     // The last batch leaves some shards without a part.
     let mut batches = batches(2, PARTS);
     batches.push(vec![Points { x: Random::new(6).normals(WIDTH), labels: vec![3] }]);
-    for adds_late in [false, true] {
-        let plan = |captured| Plan { shards: 4, captured, adds_late };
+    for (adds_late, gradients) in
+        [(false, GradientType::F32), (true, GradientType::F32), (false, GradientType::Bf16), (true, GradientType::Bf16)]
+    {
+        let plan = |captured| Plan { shards: 4, captured, adds_late, gradients };
         let one = plan(false).run(DeviceKind::Emulated, 1, &batches, None);
         for ranks in [1, 2, 4].into_iter().filter(|&ranks| ranks <= most) {
             // A late addition only changes where a recording is split.
@@ -158,7 +168,7 @@ fn early_buckets_match_one_rank() {
 #[test]
 fn checkpoints_are_independent_of_slices() {
     let batches = batches(3, PARTS);
-    let plan = Plan { shards: 4, captured: true, adds_late: false };
+    let plan = Plan { shards: 4, ..Plan::CAPTURED };
     let (_, whole) = plan.run(DeviceKind::Emulated, 1, &batches, None);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint.safetensors");
@@ -191,8 +201,9 @@ fn exchanges_before_replays(plan: Plan) -> Vec<u64> {
 #[test]
 fn buckets_precede_the_last_segment() {
     // A segment ends after each bucket. The gradient of the first weights is the last launch.
-    let plan = Plan { shards: 2, captured: true, adds_late: false };
+    let plan = Plan::CAPTURED;
     assert_eq!(exchanges_before_replays(plan), [0, 1, 2, 3]);
+    assert_eq!(exchanges_before_replays(Plan { gradients: GradientType::Bf16, ..plan }), [0, 1, 2, 3]);
     // The first of two shards waits for the second.
     assert_eq!(exchanges_before_replays(Plan { shards: 4, ..plan }), [0, 0, 0, 0, 0, 1, 2, 3]);
 }
@@ -201,7 +212,7 @@ fn buckets_precede_the_last_segment() {
 /// op declares.
 #[test]
 fn late_write_delays_its_bucket() {
-    let plan = Plan { shards: 2, captured: true, adds_late: true };
+    let plan = Plan { adds_late: true, ..Plan::CAPTURED };
     assert_eq!(exchanges_before_replays(plan), [0]);
 }
 
@@ -209,7 +220,7 @@ fn lost_bucket_ends_all(kind: DeviceKind) {
     const DEADLINE: Duration = Duration::from_secs(3);
     /// The extra time for a busy machine.
     const BUSY: Duration = Duration::from_secs(20);
-    let (batch, plan) = (batches(1, 2), Plan { shards: 2, captured: true, adds_late: false });
+    let (batch, plan) = (batches(1, 2), Plan::CAPTURED);
     let counted = FaultPlan::new();
     let sound = plan.on_ranks(kind, &[FaultPlan::new(), counted.clone()], self::DEADLINE, (&batch, None));
     sound.into_iter().for_each(|outcome| drop(outcome.unwrap()));

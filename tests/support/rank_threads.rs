@@ -13,7 +13,7 @@ use stepscope::check::faults::FaultPlan;
 use stepscope::group::{Group, GroupConfig};
 use stepscope::nn::{Linear, Mlp};
 use stepscope::optim::{ParameterGroups, Schedule};
-use stepscope::parameters::{MasterType, StateType};
+use stepscope::parameters::{GradientType, MasterType, StateType};
 use stepscope::prelude::*;
 use stepscope::train::{Observer, Update};
 
@@ -38,6 +38,17 @@ impl Model for Classifier {
     }
 }
 
+/// The types in which a model is stored.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Memory {
+    /// All in f32.
+    Full,
+    /// Split masters, and moments in 8 bits.
+    Small,
+    /// As `Small`, and gradients in BF16.
+    Smallest,
+}
+
 /// The settings with which a group trains.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
@@ -46,8 +57,7 @@ pub(crate) struct Plan {
     pub(crate) captured: bool,
     /// Enables dropout and a BF16 copy of the weights.
     pub(crate) more: bool,
-    /// Stores weights as split masters and moments in 8 bits.
-    pub(crate) small: bool,
+    pub(crate) memory: Memory,
 }
 
 impl Plan {
@@ -59,10 +69,12 @@ impl Plan {
         let schedule = Schedule::cosine(2, 10, 0.1);
         let config = AdamW { learning_rate: 0.002, clip: Some(0.05), schedule, ..AdamW::default() };
         let head = model.head.weight;
-        let mut spec = spec.build()?;
-        if self.small {
-            spec = spec.with_masters(MasterType::Split).with_state(StateType::Bits8);
-        }
+        let small = |spec: ParameterSpec| spec.with_masters(MasterType::Split).with_state(StateType::Bits8);
+        let spec = match self.memory {
+            Memory::Full => spec.build()?,
+            Memory::Small => small(spec.build()?),
+            Memory::Smallest => small(spec.build()?).with_gradients(GradientType::Bf16),
+        };
         let state = TrainState::new(device, model, &spec, 7, config)?.with_monitored(head);
         let groups = ParameterGroups::new().no_decay(ParameterGroups::is_gain_bias_or_embedding);
         let state = state.with_parameter_groups(&groups)?;
@@ -159,7 +171,7 @@ pub(crate) struct Recorder(pub(crate) Vec<Update>);
 
 impl Observer for Recorder {
     fn updated(&mut self, update: &Update, _: &EpochProgress, _: &Arena) -> Result<()> {
-        self.0.push(*update);
+        self.0.push(update.clone());
         Ok(())
     }
 }

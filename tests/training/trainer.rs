@@ -96,7 +96,7 @@ struct Recorder<'f> {
 
 impl Observer for Recorder<'_> {
     fn updated(&mut self, update: &Update, progress: &EpochProgress, _: &Arena) -> Result<()> {
-        self.updates.push(*update);
+        self.updates.push(update.clone());
         if let Some((after, flag)) = self.stop {
             flag.store(progress.updates == after, Ordering::Relaxed);
         }
@@ -156,7 +156,7 @@ on_each_device! {
             let mut looked_at = trainer(&mut arena, true, part);
             for (batch, expected) in batches(1, part).iter().zip(&expected_updates) {
                 let before = sha256(&looked_at);
-                let only_accumulated = Update { gradient_l2: None, ..*expected };
+                let only_accumulated = Update { gradient_l2: None, ..expected.clone() };
                 assert_eq!(looked_at.accumulate(batch).unwrap(), only_accumulated);
                 assert_eq!(sha256(&looked_at), before, "`accumulate` must change only gradients");
                 looked_at.apply().unwrap();

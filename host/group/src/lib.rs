@@ -261,17 +261,14 @@ impl Group {
         self.0.link.as_ref().map_or(Ok(()), |link| link.follow())
     }
 
-    /// Queues copies of each rank's part of a region to all others. `of` returns the elements of
-    /// each rank.
+    /// Queues copies of each rank's parts of a region to all others. `of` returns the parts of each
+    /// rank.
     ///
     /// # Safety
     /// Nothing frees the region before the device has done what is queued so far.
     #[doc(hidden)]
-    pub unsafe fn gather(&self, region: Memory<f32>, of: impl Fn(usize) -> Vec<Range<usize>>) -> Result<()> {
-        let parts = |to: usize, whose: usize| {
-            let part = |range: Range<usize>| (to, region.part(range.start, range.len()));
-            of(whose).into_iter().map(part).collect::<Vec<OfRank>>()
-        };
+    pub unsafe fn gather(&self, of: impl Fn(usize) -> Vec<Memory<f32>>) -> Result<()> {
+        let parts = |to: usize, whose: usize| of(whose).into_iter().map(move |part| (to, part));
         let others = || (0..self.ranks()).filter(|&rank| rank != self.rank());
         let sends: Vec<OfRank> = others().flat_map(|rank| parts(rank, self.rank())).collect();
         let receives: Vec<OfRank> = others().flat_map(|rank| parts(rank, rank)).collect();

@@ -39,7 +39,7 @@ pub use token_sampler::{TokenSampler, TokenSamplerConfig, penalize_repetition};
 #[cfg(feature = "progress")]
 pub use trainer::ProgressBar;
 pub use trainer::{
-    Ended, EpochProgress, HostArray, HostBatch, IntoBatch, Model, Observer, Sample, StepMemory, TrainState, Trainer,
-    Update,
+    Ended, EpochProgress, HostArray, HostBatch, IntoBatch, MOST_FIGURES, Model, Observer, Sample, StepMemory,
+    TrainState, Trainer, Update,
 };
 pub use windows::Windows;

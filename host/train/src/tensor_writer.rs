@@ -1,7 +1,7 @@
 //! Writes tensors to a folder in the layout of Hugging Face's `save_pretrained`, one at a time.
 //!
 //! Invariant: whenever the process dies, the folder has no index that leads to tensors of two
-//! states. The host holds one tensor at a time.
+//! states. The host holds the elements of one tensor at a time, and their bytes in pieces.
 
 #![forbid(unsafe_code)]
 
@@ -16,6 +16,9 @@ use std::ops::Range;
 use std::path::Path;
 use stepscope_core::internals::{Replacement, remove_file, short};
 use stepscope_core::{Error, Result};
+
+/// The elements that are converted to bytes at once.
+const PIECE: usize = 1 << 20;
 
 /// A tensor that is to be written: its name and shape.
 pub type NewTensor = (String, Vec<usize>);
@@ -56,16 +59,17 @@ pub fn save_tensors<'v>(
         let staged = Replacement::write(path, |mut file: &File| {
             file.write_all(&start)?;
             for number in numbers {
-                let written = values(number).and_then(|values| {
-                    let name = &tensors[number].0;
-                    encode(path, name, &tensors[number].1, &values, stored)
+                let (name, shape) = &tensors[number];
+                let result = values(number).and_then(|values| {
+                    check_length(name, shape, &values)?;
+                    Ok(values)
                 });
-                match written {
-                    Ok(bytes) => file.write_all(&bytes)?,
-                    Err(error) => {
-                        failed = Some(error);
-                        return Err(io::Error::other("a tensor cannot be written"));
-                    }
+                let mut or_failed = |error| {
+                    failed = Some(error);
+                    io::Error::other("a tensor cannot be written")
+                };
+                for piece in result.map_err(&mut or_failed)?.chunks(PIECE) {
+                    file.write_all(&encode(path, name, piece, stored).map_err(&mut or_failed)?)?;
                 }
             }
             Ok(())
@@ -96,11 +100,15 @@ pub fn save_tensors<'v>(
     remove_shards(folder, shards.len())
 }
 
-fn encode(path: &Path, name: &str, shape: &[usize], values: &[f32], stored: FileType) -> Result<Vec<u8>> {
-    if values.len() != shape.iter().product::<usize>() {
-        let expected = format!("as many values for `{}` as its shape {shape:?} has", short(name));
-        return Err(Error::misuse("save_tensors", expected, values.len().to_string()));
+fn check_length(name: &str, shape: &[usize], values: &[f32]) -> Result<()> {
+    if values.len() == shape.iter().product::<usize>() {
+        return Ok(());
     }
+    let expected = format!("as many values for `{}` as its shape {shape:?} has", short(name));
+    Err(Error::misuse("save_tensors", expected, values.len().to_string()))
+}
+
+fn encode(path: &Path, name: &str, values: &[f32], stored: FileType) -> Result<Vec<u8>> {
     stored.encode(values).map_err(|value| {
         let reason = format!("`{}` has {value:e}, which is not finite as {:?}", short(name), stored.dtype());
         Error::file(path, reason)

@@ -31,15 +31,16 @@ const RMS: f32 = 0.2;
 /// O = 0.2 sqrt(max(rows, columns)) U V^T       about, where D = U S V^T
 /// W = W (1 - rate weight_decay) - rate O
 /// ```
-/// [`ops::orthogonalize_assign`] computes O, and states the order of its sums. A parameter that
+/// [`ops::orthogonalize_assign`] computes O, by products of BF16 tensors if the weights have a BF16
+/// copy, otherwise of f32, and states the order of its sums. A parameter that
 /// consists of several matrices, such as q, k and v, has one O for each; see
 /// [`ParameterSpecBuilder::matrices`](stepscope_core::ParameterSpecBuilder::matrices). AdamW updates
 /// tables, parameters of another number of extents, and the matrices in `except`.
 ///
 /// The rate, the weight decay, the clipping and the schedule of `adamw` apply to all parameters, so
 /// the settings of a run with AdamW can be used. [`ParameterGroups`](crate::ParameterGroups) apply
-/// too. The bits are the same in every run. On different devices they are the same if the rule of
-/// the matrix instructions is, as for [`matmul`](ops::matmul) of BF16 tensors.
+/// too. The bits are the same in every run, and on different devices those of the products are as
+/// [`matmul`](ops::matmul) promises.
 ///
 /// ```
 /// use stepscope::optim::Muon;
@@ -207,13 +208,17 @@ impl Muon {
         group: usize,
         (shape, matrices): ([usize; 2], &[usize]),
     ) -> Result<()> {
-        let UpdateArguments { mut weights, mut copy, gradients, state, settings, squared_norm, .. } = of;
+        let UpdateArguments { mut weights, mut copy, has_copy, gradients, state, settings, squared_norm, .. } = of;
         let [mut momentum, _] = expect_state("muon", self.state(), state)?;
         let (slot, one_group) = (Slot(settings, group), None::<&Lent<'_, 's, u32>>);
         let mut update = ops::fill(step, weights.shape(), 0.0)?;
         let (no_copy, hyper) = (None::<&mut Tensor<'s, bf16>>, slot.part(Slot::DIRECTION));
         ops::sgd(step, &mut update, no_copy, &gradients, &mut momentum, &hyper, one_group, squared_norm)?;
-        ops::orthogonalize_assign(step, &mut update, shape, matrices, RMS)?;
+        if has_copy {
+            ops::orthogonalize_assign::<bf16>(step, &mut update, shape, matrices, RMS)?;
+        } else {
+            ops::orthogonalize_assign::<f32>(step, &mut update, shape, matrices, RMS)?;
+        }
         // The momentum of the step is 0.
         let mut velocity = ops::fill(step, weights.shape(), 0.0)?;
         let hyper = slot.part(Slot::STEP);

@@ -266,11 +266,8 @@ impl<R: UpdateRule> Optimizer<R> {
         let pieces: Vec<_> = with_places(&self.slices).flat_map(in_pieces).collect();
         for (slice, start) in pieces {
             let lent = gradients.lend(step, slice.clone())?;
-            let weights = match parameters.lend_masters(step)?.part(slice.clone()) {
-                LentMasters::F32 { weights, copy } => LentMasters::F32 { weights, copy: copy.filter(|_| writes_copy) },
-                split @ LentMasters::Split { .. } => split,
-            };
-            self.queue_slice(step, (slice, start), weights, lent.lent(), squared_norm)?;
+            let weights = parameters.lend_masters(step)?.part(slice.clone());
+            self.queue_slice(step, (slice, start), (weights, writes_copy), lent.lent(), squared_norm)?;
             lent.free(step);
         }
         Ok(())
@@ -282,10 +279,15 @@ impl<R: UpdateRule> Optimizer<R> {
         &mut self,
         step: &Step<'s>,
         (slice, start): (Range<usize>, usize),
-        weights: LentMasters<'_, 's>,
+        (mut weights, writes_copy): (LentMasters<'_, 's>, bool),
         gradients: Lent<'_, 's>,
         squared_norm: &Tensor<'s>,
     ) -> Result<()> {
+        let mut has_copy = false;
+        if let LentMasters::F32 { copy, .. } = &mut weights {
+            has_copy = copy.is_some();
+            copy.take_if(|_| !writes_copy);
+        }
         let kept = self.state.iter_mut().map(|state| state.lend_mut(step, start..start + slice.len()));
         let state = kept.collect::<Result<Vec<_>>>()?;
         let settings = match self.groups.len() {
@@ -313,10 +315,18 @@ impl<R: UpdateRule> Optimizer<R> {
                 let in_f32 = |state| if let LentState::F32(state) = state { Some(state) } else { None };
                 let state = state.into_iter().filter_map(in_f32).collect();
                 let parameters = parameters.collect();
-                self.rule.queue(
-                    step,
-                    UpdateArguments { weights, copy, gradients, state, settings, groups, squared_norm, parameters },
-                )
+                let arguments = UpdateArguments {
+                    weights,
+                    copy,
+                    has_copy,
+                    gradients,
+                    state,
+                    settings,
+                    groups,
+                    squared_norm,
+                    parameters,
+                };
+                self.rule.queue(step, arguments)
             }
             weights => {
                 let arguments = SmallUpdateArguments { weights, gradients, state, settings, groups, squared_norm };
@@ -380,7 +390,7 @@ impl<R: UpdateRule> GradientConsumer for InBackward<'_, R> {
         let norm = optimizer.released_norm.as_mut().expect("`apply_in_backward` has checked it");
         ops::add_assign(step, &mut step.lend_mut(norm, [1])?, &squared_norm)?;
         let start = elements.start;
-        optimizer.queue_slice(step, (elements, start), weights, gradient, &squared_norm)?;
+        optimizer.queue_slice(step, (elements, start), (weights, true), gradient, &squared_norm)?;
         step.free(squared_norm);
         Ok(())
     }

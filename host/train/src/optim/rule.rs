@@ -167,6 +167,9 @@ pub struct UpdateArguments<'b, 's> {
     /// The BF16 copy of the weights, if there is one and [`UpdateRule::writes_copy`] is true. Write
     /// each new weight to it, rounded.
     pub copy: Option<LentMut<'b, 's, bf16>>,
+    /// True if the weights have a BF16 copy, which products read. In a group of ranks the rule does
+    /// not write it.
+    pub has_copy: bool,
     /// All gradients, before clipping.
     pub gradients: Lent<'b, 's>,
     /// The regions that [`UpdateRule::state`] names, in the same order.
@@ -204,6 +207,7 @@ impl<'s> UpdateArguments<'_, 's> {
         UpdateArguments {
             weights: self.weights.part_mut(elements.clone()),
             copy: self.copy.as_mut().map(|copy| copy.part_mut(elements.clone())),
+            has_copy: self.has_copy,
             gradients: self.gradients.part(elements.clone()),
             state: self.state.iter_mut().map(|state| state.part_mut(elements.clone())).collect(),
             settings: self.settings,

@@ -78,7 +78,7 @@ impl MicroBatch {
 }
 
 /// The metrics of one update of the weights.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Update {
     /// The number of the update, counted from 1 over the optimizer's life.
     pub number: u64,
@@ -86,6 +86,9 @@ pub struct Update {
     pub samples: usize,
     /// The mean loss of the batch, before the update.
     pub loss: f64,
+    /// The means of the figures of
+    /// [`Model::training_loss_with_figures`](super::Model::training_loss_with_figures).
+    pub figures: Vec<f64>,
     /// The L2 norm of all gradients, before clipping. None if the weights were not updated.
     pub gradient_l2: Option<f64>,
     /// The L2 norm of the monitored parameter's gradient, before clipping.
@@ -193,8 +196,8 @@ mod tests {
     #[test]
     fn progress_survives_as_text() {
         let mut progress = EpochProgress::default();
-        progress.add(&Update { number: 9, samples: 3, loss: 0.1, gradient_l2: None, monitored_l2: None });
-        progress.add(&Update { number: 10, samples: 2, loss: f64::NAN, gradient_l2: None, monitored_l2: None });
+        progress.add(&Update { number: 9, samples: 3, loss: 0.1, ..Update::default() });
+        progress.add(&Update { number: 10, samples: 2, loss: f64::NAN, ..Update::default() });
         let back: EpochProgress = progress.to_string().parse().unwrap();
         assert_eq!((back.updates, back.samples, back.loss_sum.to_bits()), (2, 5, progress.loss_sum.to_bits()));
         let most = u64::MAX;

@@ -16,7 +16,7 @@ use std::slice;
 use std::sync::atomic::Ordering;
 use stepscope_core::internals::is_finite;
 use stepscope_core::ops::Cast;
-use stepscope_core::{Arena, EagerStep, Error, MemoryShortage, Quantity, Result, Var, ops};
+use stepscope_core::{Arena, EagerStep, Error, MemoryShortage, Quantity, Result, Saved, Var, ops};
 
 /// Receives callbacks while an epoch runs. The default functions do nothing.
 pub trait Observer {
@@ -263,6 +263,21 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         Ok(self.evaluate_with(samples, |_, _| Ok(()))?.0)
     }
 
+    /// Evaluates like [`Trainer::evaluate`], and also returns the figures of
+    /// [`Model::loss_with_figures`].
+    ///
+    /// # Errors
+    /// The errors of [`Trainer::evaluate`].
+    #[track_caller]
+    pub fn evaluate_with_figures<S: Cast>(&mut self, samples: &impl HostBatch) -> Result<(f64, Vec<f64>)>
+    where
+        M: Model<S>,
+    {
+        self.evaluated(samples, |step, _, figures| {
+            figures.iter().map(|figure| Ok(f64::from(step.read_scalar(figure)?))).collect()
+        })
+    }
+
     /// Evaluates like [`Trainer::evaluate`], and also returns the value that `read` makes of the
     /// model's output. Products in `read` have the precision of training, too.
     ///
@@ -277,14 +292,27 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
     where
         M: Model<S>,
     {
+        self.evaluated(samples, |step, output, _| read(step, output))
+    }
+
+    /// Evaluates like [`Trainer::evaluate_with`]. `read` also gets the model's figures.
+    #[track_caller]
+    fn evaluated<S: Cast, T>(
+        &mut self,
+        samples: &impl HostBatch,
+        read: impl for<'s> FnOnce(&EagerStep<'s>, &Var<'s, S>, &[Saved<'s>]) -> Result<T>,
+    ) -> Result<(f64, T)>
+    where
+        M: Model<S>,
+    {
         let (state, inputs) = (self.stage.state(), samples.inputs()?);
         if samples.len() > self.evaluated {
             self.arena.make_room(|arena| arena.measure(|step| state.evaluate(step, &inputs).map(drop)))?;
             self.evaluated = samples.len();
         }
         let (loss, made) = self.arena.step(|step| {
-            let (output, loss) = state.evaluate(step, &inputs)?;
-            Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output)?))
+            let (output, loss, figures) = state.evaluate(step, &inputs)?;
+            Ok((f64::from(step.read_scalar(loss.value())?), read(step, &output, &figures)?))
         })?;
         let update = self.state().optimizer.updates();
         let finite = float_mode::in_default(|| loss.is_finite());

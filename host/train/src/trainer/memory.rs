@@ -62,7 +62,9 @@ impl<'a> StepMemory<'a> {
             Source::Lent(arena) => Ok(TrainerArena::Lent(arena)),
             Source::Measured(builder) => {
                 let step = measure_capture(&build_to_measure(&builder)?, state, inputs, TrainState::record)?;
-                let bytes = step.high_water_bytes().saturating_add(ROOM_BYTES);
+                // In a group, an eager step makes the update after the captured ones.
+                let update = if state.sync.is_group() { state.parameters.spec().converted_bytes() } else { 0 };
+                let bytes = step.high_water_bytes().saturating_add(update + ROOM_BYTES);
                 Ok(TrainerArena::Owned(Box::new(builder.capacity(Capacity::Bytes(bytes)).build()?)))
             }
         }

@@ -26,13 +26,15 @@ mod setup;
 #[cfg(feature = "group")]
 mod shards;
 mod stage;
+#[cfg(feature = "group")]
+mod sums;
 mod sync;
 
 pub use batch::{EpochProgress, Update};
 pub use fit::{Ended, Observer};
 pub use host_batch::{HostArray, HostBatch, IntoBatch, Sample};
 pub use memory::StepMemory;
-pub use model::{Model, TrainState};
+pub use model::{MOST_FIGURES, Model, TrainState};
 #[cfg(feature = "progress")]
 pub use progress_bar::ProgressBar;
 pub use setup::Trainer;

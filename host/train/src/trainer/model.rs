@@ -44,7 +44,32 @@ pub trait Model<S: Cast = f32> {
     fn training_loss<'s>(&self, tape: &Tape<'_, 's>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
         self.loss(tape, &self.forward(tape, batch)?, batch)
     }
+
+    /// Computes [`Model::loss`] and further figures of the same samples, such as an accuracy. Each
+    /// is `[1]` and a mean, like the loss. There are at most [`MOST_FIGURES`], and all batches have
+    /// the same number. The default has none.
+    fn loss_with_figures<'s>(
+        &self,
+        tape: &Tape<'_, 's>,
+        output: &Var<'s, S>,
+        batch: &DeviceBatch<'s>,
+    ) -> Result<(Var<'s>, Vec<Saved<'s>>)> {
+        Ok((self.loss(tape, output, batch)?, Vec::new()))
+    }
+
+    /// Computes [`Model::training_loss`] and figures like [`Model::loss_with_figures`], which each
+    /// [`Update`](super::Update) reports. The default has none.
+    fn training_loss_with_figures<'s>(
+        &self,
+        tape: &Tape<'_, 's>,
+        batch: &DeviceBatch<'s>,
+    ) -> Result<(Var<'s>, Vec<Saved<'s>>)> {
+        Ok((self.training_loss(tape, batch)?, Vec::new()))
+    }
 }
+
+/// The most figures that a [`Model`] reports in addition to its loss.
+pub const MOST_FIGURES: usize = 8;
 
 /// The input that has the labels of a classifier.
 pub(super) const LABELS: usize = 1;
@@ -79,11 +104,12 @@ pub(super) enum GatheredSums {
     All,
 }
 
-/// The metrics of a step: its mean loss and up to two squared norms. `gradients` is the
-/// norm of all gradients, if the step updates the weights. `monitored` is the norm of the monitored
-/// gradient, if the gradients are complete.
+/// The metrics of a step: its mean loss, the model's figures and up to two squared norms.
+/// `gradients` is the norm of all gradients, if the step updates the weights. `monitored` is the
+/// norm of the monitored gradient, if the gradients are complete.
 pub(super) struct StepMetrics<Loss, Norm> {
     pub(super) loss: Loss,
+    pub(super) figures: Vec<Loss>,
     pub(super) gradients: Option<Norm>,
     pub(super) monitored: Option<Norm>,
 }
@@ -198,14 +224,18 @@ impl<M, R: UpdateRule> TrainState<M, R> {
             Some(generator) => tape.with_generator(generator),
             None => tape,
         };
-        let loss = model.training_loss(&tape, batch)?;
+        let (loss, figures) = model.training_loss_with_figures(&tape, batch)?;
+        if figures.len() > MOST_FIGURES {
+            let expected = format!("at most {MOST_FIGURES} figures of a model");
+            return Err(Error::misuse("update", expected, figures.len().to_string()));
+        }
         if parameters.spec().gradients() == GradientType::Released {
             let (MicroBatch { first: true, last: true, .. }, Some(ticket), None) = (&part, ticket, &*monitored) else {
                 let expected = "one step for each update and no monitored parameter, because gradients are released";
                 return Err(Error::misuse("update", expected, "several steps, or a monitored parameter"));
             };
             let squared = optimizer.apply_in_backward(ticket, tape, &loss)?;
-            return Ok(StepMetrics { loss: *loss.value(), gradients: Some(squared), monitored: None });
+            return Ok(StepMetrics { loss: *loss.value(), figures, gradients: Some(squared), monitored: None });
         }
         if part.first {
             tape.backward_overwrite(&loss, gradients)?;
@@ -218,17 +248,17 @@ impl<M, R: UpdateRule> TrainState<M, R> {
         };
         let update = |ticket| optimizer.apply_with_norm(ticket, step, parameters, gradients);
         let squared = ticket.map(update).transpose()?;
-        Ok(StepMetrics { loss: *loss.value(), gradients: squared, monitored })
+        Ok(StepMetrics { loss: *loss.value(), figures, gradients: squared, monitored })
     }
 
-    /// Runs forward and the loss of a batch, without gradients. Returns the model's output and the
-    /// mean of the samples' losses.
+    /// Runs forward and the loss of a batch, without gradients. Returns the model's output, the
+    /// mean of the samples' losses, and the model's figures.
     #[track_caller]
     pub(super) fn evaluate<'s, S: Cast>(
         &self,
         step: &EagerStep<'s>,
         inputs: &HostInputs<'_>,
-    ) -> Result<(Var<'s, S>, Var<'s>)>
+    ) -> Result<(Var<'s, S>, Var<'s>, Vec<Saved<'s>>)>
     where
         M: Model<S>,
     {
@@ -236,8 +266,8 @@ impl<M, R: UpdateRule> TrainState<M, R> {
         let batch = step.upload_inputs(inputs)?;
         let tape = Tape::new(step, &self.parameters).evaluating();
         let output = self.model.forward(&tape, &batch)?;
-        let loss = self.model.loss(&tape, &output, &batch)?;
-        Ok((output, loss))
+        let (loss, figures) = self.model.loss_with_figures(&tape, &output, &batch)?;
+        Ok((output, loss, figures))
     }
 
     /// Sums the gradients of all shards of a group.
@@ -287,13 +317,11 @@ impl<M, R: UpdateRule> TrainState<M, R> {
     }
 
     /// Returns ten times the compute capability, if it decides bits of the weights by the rule of
-    /// its matrix instructions: only f32 multiplies have the same bits with each. A rule that needs
-    /// whole parameters may multiply them. The emulator has the rule of 9.0.
+    /// its matrix instructions: only f32 multiplies have the same bits with each. The emulator has
+    /// the rule of 9.0.
     pub(super) fn deciding_capability(&self) -> Option<u32> {
         let device = self.parameters.device();
-        let decides = self.precision != Precision::F32
-            || self.parameters.bf16_copy().is_some()
-            || self.optimizer.needs_whole_parameters();
+        let decides = self.precision != Precision::F32 || self.parameters.bf16_copy().is_some();
         decides.then(|| device.description().capability.unwrap_or(90))
     }
 
@@ -310,10 +338,11 @@ impl<M, R: UpdateRule> TrainState<M, R> {
         let ticket = part.update.then(|| UpdateTicket::each_replay(slots));
         let metrics = state.learn(step, slots.batch(), part, ticket)?;
         for bucket in state.sync.buckets() {
-            slots.announce(state.gradients.flat()?.memory().part(bucket.start, bucket.len()));
+            slots.announce(state.gradients.region()?.words_of(bucket.clone()));
         }
         let output = |norm: Tensor<'s>| slots.output(&norm);
         let (gradients, monitored) = (metrics.gradients.map(output), metrics.monitored.map(output));
-        Ok(StepMetrics { loss: slots.output(&metrics.loss), gradients, monitored })
+        let figures = metrics.figures.iter().map(|figure| slots.output(figure)).collect();
+        Ok(StepMetrics { loss: slots.output(&metrics.loss), figures, gradients, monitored })
     }
 }

@@ -271,7 +271,7 @@ mod tests {
 
     /// Passes an update of `samples` samples to the bar and the progress.
     fn update(bar: &mut ProgressBar, progress: &mut EpochProgress, samples: usize, loss: f64, arena: &Arena) {
-        let update = Update { number: progress.updates + 1, samples, loss, gradient_l2: None, monitored_l2: None };
+        let update = Update { number: progress.updates + 1, samples, loss, ..Update::default() };
         progress.add(&update);
         bar.updated(&update, progress, arena).unwrap();
     }

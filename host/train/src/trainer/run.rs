@@ -2,7 +2,7 @@
 
 use super::batch::{MicroBatch, Update, first_input, place};
 use super::host_batch::HostBatch;
-use super::model::{GatheredSums, Model, StepMetrics, TrainState};
+use super::model::{GatheredSums, MOST_FIGURES, Model, StepMetrics, TrainState};
 use super::setup::Trainer;
 use super::stage::{Queued, Results, Stage};
 use super::sync::{Ending, OwnParts};
@@ -46,8 +46,15 @@ impl Plan {
         MicroBatch { samples, batch: self.samples, first: at == shard.start, last, update: last && self.updates }
     }
 
-    fn queued(&self, metrics: Results) -> Queued {
-        Queued { number: self.number, samples: self.samples, parts: self.parts(), updates: self.updates, metrics }
+    fn queued(&self, values: usize, metrics: Results) -> Queued {
+        Queued {
+            number: self.number,
+            samples: self.samples,
+            parts: self.parts(),
+            values,
+            updates: self.updates,
+            metrics,
+        }
     }
 }
 
@@ -66,7 +73,7 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         let Self { arena, stage: Stage::Captured(captured), readbacks, .. } = self else {
             unreachable!("checked above")
         };
-        let words = plan.parts().len() + 2;
+        let (words, mut values) = (plan.parts().len() * (1 + MOST_FIGURES) + 2, 1);
         let free = readbacks.pop().filter(|readback| readback.words() >= words);
         let mut readback = match free {
             Some(readback) => readback,
@@ -87,8 +94,10 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
                     false => captured.replay(&inputs),
                 };
                 let replay = replay.map_err(|error| behind(&batch[..at], error))?;
-                let StepMetrics { loss, gradients, monitored } = replay.outputs();
-                let mut outputs = [Some(*loss), *gradients, *monitored].into_iter().flatten();
+                let StepMetrics { loss, figures, gradients, monitored } = replay.outputs();
+                values = 1 + figures.len();
+                let norms = [*gradients, *monitored].into_iter().flatten();
+                let mut outputs = [*loss].into_iter().chain(figures.iter().copied()).chain(norms);
                 outputs.try_for_each(|output| replay.queue_readback(output, &mut readback))?;
             }
             let TrainState { sync, gradients, .. } = captured.state_mut();
@@ -102,7 +111,7 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
             }
         }
         readback.seal()?;
-        Ok(plan.queued(Results::Queued(readback)))
+        Ok(plan.queued(values, Results::Queued(readback)))
     }
 
     /// Runs an update eagerly, with the optimizer's part only if `update` is set.
@@ -114,19 +123,24 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         let mut plan = self.advance(batch, update)?;
         let Self { arena, stage, .. } = self;
         let state = stage.state_mut();
-        let mut known = Vec::new();
+        let (mut known, mut values) = (Vec::new(), 1);
         for (number, shard) in plan.shards.iter().enumerate() {
             for at in shard.clone() {
                 let part = plan.part(shard, at, batch[at].len());
                 let ticket = plan.ticket.take_if(|_| part.update);
-                let values = arena.step(|step| {
-                    let inputs = step.upload_inputs(&batch[at].inputs()?)?;
-                    let StepMetrics { loss, gradients, monitored } = state.learn(step, &inputs, part, ticket)?;
-                    let [gradients, monitored] =
-                        [gradients, monitored].map(|norm| norm.map(|norm| step.read_scalar(&norm)).transpose());
-                    Ok([Some(step.read_scalar(&loss)?), gradients?, monitored?])
-                });
-                known.extend(values.map_err(|error| behind(&batch[..at], error))?.into_iter().flatten());
+                let (own, norms) = arena
+                    .step(|step| {
+                        let inputs = step.upload_inputs(&batch[at].inputs()?)?;
+                        let StepMetrics { loss, figures, gradients, monitored } =
+                            state.learn(step, &inputs, part, ticket)?;
+                        let [gradients, monitored] =
+                            [gradients, monitored].map(|norm| norm.map(|norm| step.read_scalar(&norm)).transpose());
+                        let own = std::iter::once(&loss).chain(&figures).map(|value| step.read_scalar(value));
+                        Ok((own.collect::<Result<Vec<_>>>()?, [gradients?, monitored?]))
+                    })
+                    .map_err(|error| behind(&batch[..at], error))?;
+                values = own.len();
+                known.extend(own.into_iter().chain(norms.into_iter().flatten()));
             }
             state.sync.shard_ready(arena, &mut state.gradients, number, shard.is_empty())?;
         }
@@ -139,13 +153,13 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
                 })?;
             }
         }
-        Ok(plan.queued(Results::Known(known)))
+        Ok(plan.queued(values, Results::Known(known)))
     }
 
     /// Waits for the metrics of an update by `batch`.
     #[track_caller]
     pub(super) fn wait_for_update<B: HostBatch>(&mut self, queued: Queued, batch: &[B]) -> Result<Update> {
-        let Queued { number, samples, parts, updates, metrics } = queued;
+        let Queued { number, samples, parts, values, updates, metrics } = queued;
         let metrics = match metrics {
             Results::Known(metrics) => metrics,
             Results::Queued(mut readback) => {
@@ -154,13 +168,16 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
                 metrics
             }
         };
-        let (losses, norms) = metrics.split_at(parts.len());
+        let (own, norms) = metrics.split_at(values * parts.len());
         let (gradients, monitored) = norms.split_at(usize::from(updates));
-        let losses = self.state().sync.losses(losses, norms, Location::caller())?;
+        let all = self.state().sync.losses(own, norms, Location::caller())?;
         let share = |part: &B| part.len() as f64 / samples as f64;
-        let loss: f64 = float_mode::in_default(|| {
-            losses.iter().zip(batch).map(|(&loss, part)| f64::from(loss) * share(part)).sum()
-        });
+        let values = all.len() / batch.len();
+        let mean = |at: usize| {
+            let each = all.chunks_exact(values).zip(batch);
+            float_mode::in_default(|| each.map(|(values, part)| f64::from(values[at]) * share(part)).sum())
+        };
+        let (loss, figures): (f64, Vec<f64>) = (mean(0), (1..values).map(mean).collect());
         let finite = [
             (Quantity::Loss, float_mode::in_default(|| loss.is_finite())),
             (Quantity::GradientNorm, gradients.iter().all(|&squared| is_finite(squared))),
@@ -170,7 +187,7 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
             .try_for_each(|(what, finite)| self.check(number, what, finite, || first_input(batch, parts.clone())))?;
         let [gradient_l2, monitored_l2] = [gradients, monitored]
             .map(|squared| squared.first().map(|&squared| float_mode::in_default(|| f64::from(squared).sqrt())));
-        Ok(Update { number, samples, loss, gradient_l2, monitored_l2 })
+        Ok(Update { number, samples, loss, figures, gradient_l2, monitored_l2 })
     }
 
     /// Returns an error if a metric of an update, or of the evaluation after it, must be finite and

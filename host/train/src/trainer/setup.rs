@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use stepscope_core::internals::PinnedReadback;
 use stepscope_core::ops::Cast;
-use stepscope_core::{Arena, CaptureReport, MemoryForecast, NonFinite, Result};
+use stepscope_core::{Arena, CaptureReport, GradientType, MemoryForecast, NonFinite, Result};
 
 /// Trains a model, with update rule `R`.
 ///
@@ -89,7 +89,9 @@ impl<'a, M, R: UpdateRule> Trainer<'a, M, R> {
         M: Model<S>,
     {
         let alone = !state.sync.is_group();
-        let part = MicroBatch { samples: largest.len(), batch: largest.len(), first: true, last: alone, update: alone };
+        // To add to a gradient in BF16, an op first converts it, which takes more memory.
+        let first = state.parameters.spec().gradients() != GradientType::Bf16;
+        let part = MicroBatch { samples: largest.len(), batch: largest.len(), first, last: alone, update: alone };
         let inputs = largest.inputs()?.variant(part.variant());
         let mut arena = memory.into().for_capture(&mut state, &inputs)?;
         let captured = arena.capture(state, &inputs, TrainState::record)?;

@@ -23,6 +23,7 @@
 
 use super::agreement;
 use super::model::TrainState;
+use super::sums::AnySums;
 use super::sync::{CallSite, Ending, GradientSync, Metric, OwnParts, Updated};
 use crate::checkpoint::Checkpoint;
 use crate::optim::{Optimizer, State, UpdateRule, UpdateTicket, words};
@@ -35,8 +36,7 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
 use stepscope_core::internals::{self, Memory, hex};
 use stepscope_core::{
-    Arena, Buffer, Error, GradientType, Gradients, MemoryShortage, Parameter, ParameterEntry, Parameters, Phase,
-    Result, ops,
+    Arena, Buffer, Error, Gradients, MemoryShortage, Parameter, ParameterEntry, Parameters, Phase, Result, ops,
 };
 use stepscope_group::agreement::{Settings, expect_same};
 use stepscope_group::{Group, Slices};
@@ -52,8 +52,7 @@ pub(super) struct Shards {
     slices: Slices,
     /// The elements that each rank updates: its slices, or whole parameters.
     updated: Vec<Vec<Range<usize>>>,
-    /// The sums of 1, 2, 4, .. shards that wait for their neighbors.
-    waiting: Vec<Buffer<f32>>,
+    sums: AnySums,
     among: Option<PeerBuffers>,
     /// The digest of the optimizer's state before it was cut into slices. None if the state was all
     /// zero, or came from a checkpoint, which is compared as a whole.
@@ -75,8 +74,6 @@ struct BeforeUpdate {
 /// The buffers that only groups of several ranks need.
 #[derive(Debug)]
 struct PeerBuffers {
-    /// This rank's slice of each rank's sum, `[ranks, pitch]`, one per bucket.
-    parts: Vec<Buffer<f32>>,
     /// The squared norm of each chunk of the gradients.
     norms: Buffer<f32>,
     /// The number of buckets whose exchange has begun in this update.
@@ -103,7 +100,7 @@ impl<M, R: UpdateRule> TrainState<M, R> {
     /// rank, all ranks end. Resume from a checkpoint, with any number of ranks.
     ///
     /// Memory: one buffer the size of the gradients, plus one more for each doubling of the shards
-    /// per rank.
+    /// per rank. All have the type of the gradients, to which each sum of two shards is rounded.
     ///
     /// All ranks must have the same parameters, optimizer and shards. They compare these here.
     /// Before the first update they compare everything that decides the weights: these again, the
@@ -113,8 +110,9 @@ impl<M, R: UpdateRule> TrainState<M, R> {
     /// # Errors
     /// [`Error::Misuse`](stepscope_core::Error::Misuse) if the number of shards is not a power of
     /// two or not a multiple of the number of ranks. The same if the rule returns no
-    /// [`UpdateRule::configuration`]. [`Error::Disagreement`](stepscope_core::Error::Disagreement)
-    /// if ranks differ. [`Error::Rank`](stepscope_core::Error::Rank) if a rank does not arrive.
+    /// [`UpdateRule::configuration`], and for released gradients.
+    /// [`Error::Disagreement`](stepscope_core::Error::Disagreement) if ranks differ.
+    /// [`Error::Rank`](stepscope_core::Error::Rank) if a rank does not arrive.
     /// [`Error::DeviceMemory`](stepscope_core::Error::DeviceMemory) if memory runs out.
     #[track_caller]
     pub fn in_group(mut self, group: &Group, shards: usize) -> Result<Self> {
@@ -147,10 +145,6 @@ impl Shards {
         } else {
             None
         };
-        if parameters.spec().gradients() != GradientType::F32 {
-            let expected = "gradients in f32, which a group exchanges: leave out `ParameterSpec::with_gradients`";
-            return Err(Error::misuse("in_group", expected, format!("{:?}", parameters.spec().gradients())));
-        }
         let starts: Vec<usize> = parameters.spec().entries().iter().map(ParameterEntry::start).collect();
         let slices = Slices::new(starts.iter().copied(), elements, ranks);
         let updated: Vec<Vec<Range<usize>>> = match optimizer.needs_whole_parameters() {
@@ -160,18 +154,15 @@ impl Shards {
                 whole.map(|own| if own.is_empty() { Vec::new() } else { vec![own] }).collect()
             }
         };
-        let own = shards / ranks;
-        let waiting = (0..own.ilog2()).map(|_| Buffer::zeros(device, elements)).collect::<Result<_>>()?;
         let among = if ranks == 1 {
             None
         } else {
             optimizer.keep(updated[rank].clone())?;
-            let of_bucket = |bucket| Buffer::zeros(device, ranks * slices.pitch(bucket));
-            let parts = (0..slices.buckets().len()).map(of_bucket).collect::<Result<_>>()?;
-            Some(PeerBuffers { parts, norms: Buffer::zeros(device, slices.chunks())?, travelling: 0 })
+            Some(PeerBuffers { norms: Buffer::zeros(device, slices.chunks())?, travelling: 0 })
         };
+        let sums = AnySums::zeros(parameters, shards / ranks, ranks, &slices)?;
         let agreed = AtomicBool::new(ranks == 1);
-        Ok(Self { group, shards, slices, updated, waiting, among, state, agreed })
+        Ok(Self { group, shards, slices, updated, sums, among, state, agreed })
     }
 
     /// Returns an error unless these shards were made for these parameters and this optimizer.
@@ -209,35 +200,22 @@ impl Shards {
         }
         arena.step(|step| {
             let _phase = step.enter(Phase::Backward);
-            let elements = [self.slices.elements()];
-            let mut gradients = gradients.lend_flat_mut(step)?.part(part.clone());
-            let ready = number.trailing_ones() as usize;
-            for waiting in &self.waiting[..ready.min(self.waiting.len())] {
-                let waiting = step.lend(waiting, elements)?.part(part.clone());
-                ops::add_assign(step, &mut gradients, &waiting)?;
-            }
-            match self.waiting.get_mut(ready) {
-                Some(waiting) if number + 1 < own => {
-                    let mut waiting = step.lend_mut(waiting, elements)?.part(part.clone());
-                    ops::copy_into(step, &gradients, &mut waiting)
-                }
-                _ => Ok(()),
+            match &mut self.sums {
+                AnySums::F32(sums) => sums.fold(step, gradients, number, part),
+                AnySums::Bf16(sums) => sums.fold(step, gradients, number, part),
             }
         })
     }
 
     /// Queues the exchange of the next bucket, which sends each rank its slice.
     fn exchange(&mut self, gradients: &Gradients, number: usize) -> Result<()> {
-        let Self { group, slices, among, .. } = self;
-        let Some(PeerBuffers { parts, travelling, .. }) = among else { return Ok(()) };
-        let (flat, parts, ranks) = (gradients.flat()?.memory(), parts[number].memory(), 0..group.ranks());
-        let part = |to: usize| {
-            let slice = slices.of_bucket(number, to);
-            (to, flat.part(slice.start, slice.len()))
-        };
-        let sends: Vec<_> = ranks.clone().map(part).collect();
+        let Self { group, slices, sums, among, .. } = self;
+        let Some(PeerBuffers { travelling, .. }) = among else { return Ok(()) };
+        let (flat, parts, ranks) = (gradients.region()?, sums.parts(number), 0..group.ranks());
+        let sends: Vec<_> = ranks.clone().map(|to| (to, flat.words_of(slices.of_bucket(number, to)))).collect();
         let own = slices.of_bucket(number, group.rank()).len();
-        let receives: Vec<_> = ranks.map(|from| (from, parts.part(from * slices.pitch(number), own))).collect();
+        let part = |from: usize| parts.words_of(from * slices.pitch(number)..from * slices.pitch(number) + own);
+        let receives: Vec<_> = ranks.map(|from| (from, part(from))).collect();
         // SAFETY: gradients and parts are buffers of this train state, which a device frees in
         // stream order. Until the link is followed, only an update whose gradients travel goes on.
         // It launches the folding of those that do not yet, and replays, which ask for the lends.
@@ -275,10 +253,10 @@ impl Shards {
     /// if there are any.
     fn send_sums(&self, gradients: &Gradients) -> Result<()> {
         let Self { group, slices, updated, .. } = self;
-        let (own, flat) = (group.rank(), gradients.flat()?.memory());
+        let (own, flat) = (group.rank(), gradients.region()?);
         let sums = |of: usize, to: usize| {
             let within = updated[to].iter().flat_map(move |updated| slices.within(updated, of));
-            within.map(|sums| flat.part(sums.start, sums.len()))
+            within.map(|sums| flat.words_of(sums))
         };
         let others = || (0..group.ranks()).filter(|&rank| rank != own);
         let sends: Vec<_> = others().flat_map(|to| sums(own, to).map(move |part| (to, part))).collect();
@@ -298,10 +276,10 @@ impl Shards {
             // A slice has whole runs, and a run has whole words.
             let words = region.words();
             let run_words = words.len() / runs;
-            let place = |slice: Range<usize>| slice.start / RUN * run_words..slice.end / RUN * run_words;
+            let part = |slice: &Range<usize>| words.part(slice.start / RUN * run_words, slice.len() / RUN * run_words);
             // SAFETY: the weights are buffers of this train state, which a device frees in stream
             // order.
-            unsafe { self.group.gather(words, |rank| self.updated[rank].iter().cloned().map(place).collect()) }
+            unsafe { self.group.gather(|rank| self.updated[rank].iter().map(part).collect()) }
         })
     }
 }
@@ -407,30 +385,46 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         let Some(travelling) = self.among.as_ref().map(|among| among.travelling) else { return Ok(()) };
         // All remaining buckets have been added to their neighbors.
         (travelling..self.slices.buckets().len()).try_for_each(|number| self.exchange(gradients, number))?;
-        let Self { group, slices, among: Some(PeerBuffers { parts, norms, .. }), .. } = self else { return Ok(()) };
+        let Self { group, slices, sums, among: Some(PeerBuffers { norms, .. }), .. } = self else { return Ok(()) };
         group.follow()?;
-        let (rank, ranks, chunks) = (group.rank(), group.ranks(), [norms.len()]);
+        let (rank, chunks) = (group.rank(), [norms.len()]);
         arena.step(|step| {
             let _phase = step.enter(Phase::Optimizer);
-            for (bucket, parts) in parts.iter().enumerate() {
+            for bucket in 0..slices.buckets().len() {
                 let own = slices.of_bucket(bucket, rank);
                 if own.is_empty() {
                     continue;
                 }
-                let mut sum = gradients.lend_flat_mut(step)?.part(own.clone());
-                let parts = step.lend(parts, [ranks, slices.pitch(bucket)])?;
-                ops::launch::sum_parts_into(step, &parts, &mut sum)?;
                 let mut norms = step.lend_mut(norms, chunks)?.part(Slices::chunks_in(&own));
-                internals::squared_norms_into(step, &sum, &mut norms)?;
+                let extents = [group.ranks(), slices.pitch(bucket)];
+                match sums {
+                    AnySums::F32(sums) => {
+                        let mut sum = gradients.lend_flat_mut(step)?.part(own);
+                        sums.sum_ranks_into(step, bucket, extents, &mut sum)?;
+                        internals::squared_norms_into(step, &sum, &mut norms)?;
+                    }
+                    AnySums::Bf16(sums) => {
+                        let mut sum = gradients.lend_flat_mut(step)?.part(own);
+                        sums.sum_ranks_into(step, bucket, extents, &mut sum)?;
+                        internals::squared_norms_into(step, &sum, &mut norms)?;
+                    }
+                }
             }
             Ok(())
         })?;
-        let flat = gradients.flat()?.memory();
+        let (flat, norms) = (gradients.region()?, norms.memory());
+        let chunks = |slice: &Range<usize>| {
+            let chunks = Slices::chunks_in(slice);
+            norms.part(chunks.start, chunks.len())
+        };
+        let within = |wanted: &Range<usize>, rank: usize| {
+            slices.within(wanted, rank).into_iter().map(|own| flat.words_of(own)).collect()
+        };
         // SAFETY: norms and gradients are buffers of this train state, which a device frees in
         // stream order.
         unsafe {
-            group.gather(norms.memory(), |rank| slices.of(rank).iter().map(Slices::chunks_in).collect())?;
-            wanted.map_or(Ok(()), |wanted| group.gather(flat, |rank| slices.within(&wanted, rank)))?;
+            group.gather(|rank| slices.of(rank).iter().map(chunks).collect())?;
+            wanted.map_or(Ok(()), |wanted| group.gather(|rank| within(&wanted, rank)))?;
         }
         self.send_sums(gradients)
     }

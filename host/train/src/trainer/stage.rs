@@ -37,13 +37,15 @@ pub(super) struct Queued {
     pub(super) samples: usize,
     /// The parts of the batch that ran here, one step each.
     pub(super) parts: Range<usize>,
+    /// The loss of a part, and its figures.
+    pub(super) values: usize,
     /// True if it updates the weights.
     pub(super) updates: bool,
     pub(super) metrics: Results,
 }
 
-/// The loss of each step, followed by squared norms: of all gradients if the weights are updated,
-/// and of the monitored gradient if there is one.
+/// The loss and the figures of each step, followed by squared norms: of all gradients if the
+/// weights are updated, and of the monitored gradient if there is one.
 pub(super) enum Results {
     /// Metrics that are already on the host.
     Known(Vec<f32>),
