@@ -175,7 +175,7 @@ pub mod tensor {
 pub mod train {
     #[cfg(feature = "progress")]
     pub use stepscope_train::ProgressBar;
-    pub use stepscope_train::{Ended, HostArray, IntoBatch, Observer, Sample, StepMemory, Update};
+    pub use stepscope_train::{Ended, HostArray, IntoBatch, MOST_FIGURES, Observer, Sample, StepMemory, Update};
 }
 
 /// Options of an upload: deadline, progress, and non-finite values.

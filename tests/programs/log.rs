@@ -31,10 +31,13 @@ fn objects(arguments: &[&str], level: Option<&str>) -> (bool, Vec<Value>) {
 #[test]
 fn output_without_terminal_is_lines() {
     let (success, lines) = lines(&[], None);
-    assert!(success && lines.len() == 1, "{lines:?}");
-    let [line] = &lines[..] else { unreachable!() };
+    assert!(success && !lines.is_empty(), "{lines:?}");
+    // On a busy machine, progress is reported before the end.
+    let [progress @ .., line] = &lines[..] else { unreachable!() };
+    let is_progress = |line: &String| line.starts_with("fold 0, epoch 0  ") && line.contains("/35 samples  step ");
+    assert!(progress.iter().all(is_progress), "{progress:?}");
     assert!(line.starts_with("fold 0, epoch 0  35 samples in ") && line.ends_with(" samples/s"), "{line}");
-    assert!(!line.contains(['\r', '\x1b']), "control characters in {line:?}");
+    assert!(lines.iter().all(|line| !line.contains(['\r', '\x1b'])), "control characters in {lines:?}");
 }
 
 #[test]

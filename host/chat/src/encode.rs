@@ -9,6 +9,7 @@
 
 use crate::answers::{Answers, Counted, CountedText, Samples};
 use crate::complete::Chat;
+use crate::preferences::Preference;
 use crate::rows::Row;
 use crate::template::ChatTemplate;
 use crate::tokens::{Token, tokens};
@@ -107,6 +108,33 @@ impl Encoder<'_> {
                 self.finish(&mut sample);
                 all.samples = windows(&counting(sample)?, self.context);
             }
+        }
+        Ok(all)
+    }
+
+    /// Encodes both answers of a row like [`Encoder::encode`]: the chosen one, and then the
+    /// rejected one. There are none if a token that counts of one of them lies within no context.
+    ///
+    /// # Errors
+    /// Returns the reason why the row cannot be encoded. An answer of several messages is an error
+    /// if the template changes the first when it writes the next: it is then no single sample.
+    pub fn encode_preference(&self, Preference { chosen, rejected }: &Preference) -> Result<Encoded, String> {
+        let mut all = Encoded::default();
+        for (key, row) in [("chosen", chosen), ("rejected", rejected)] {
+            let Encoded { samples, notes } =
+                self.encode(row).map_err(|reason| format!("the row with its `{key}` answer: {reason}"))?;
+            if samples.len() > 1 {
+                return Err(format!(
+                    "`{key}` has {} answers, and the chat template changes one when it writes the next: write all but \
+                     the last into `prompt`",
+                    samples.len()
+                ));
+            }
+            all.samples.extend(samples);
+            all.notes += notes;
+        }
+        if all.samples.len() < 2 {
+            all.samples.clear();
         }
         Ok(all)
     }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 /// Keys of lists of messages.
 pub(crate) const LISTS: [&str; 3] = ["messages", "conversations", "conversation"];
 /// Keys of a question, and of the text that it is about.
-const QUESTIONS: [&str; 5] = ["instruction", "question", "query", "problem", "prompt"];
+pub(crate) const QUESTIONS: [&str; 5] = ["instruction", "question", "query", "problem", "prompt"];
 const INPUTS: [&str; 2] = ["input", "context"];
 const ANSWERS: [&str; 4] = ["output", "response", "answer", "solution"];
 /// Keys of a text that becomes the first message.

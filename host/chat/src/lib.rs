@@ -23,6 +23,7 @@ mod messages;
 mod metering;
 mod nesting;
 mod pack;
+mod preferences;
 mod python_json;
 mod rows;
 mod template;
@@ -31,7 +32,8 @@ mod tokens;
 
 pub use date::Date;
 pub use encode::{Encoded, Encoder, Notes, Sample};
-pub use pack::{IGNORED, Packed, pack};
+pub use pack::{IGNORED, Packed, pack, pack_pairs};
+pub use preferences::{Preference, read_preferences};
 pub use rows::{Row, read_rows, usable};
 pub use template::ChatTemplate;
 pub use tokenizer::{decode, read_tokenizer, token_ids};

@@ -34,14 +34,29 @@ pub struct Packed {
 /// has room for it, or into a new one. Longer samples are cut to `context` tokens. Samples without
 /// a counted token are left out. Contexts are in the order of their first samples.
 pub fn pack(samples: &[Sample], context: usize) -> Vec<Packed> {
-    let mut contexts: Vec<Packed> = Vec::new();
+    let counts = |sample: &&Sample| sample.counted.iter().take(context).skip(1).any(|&counted| counted);
+    let samples: Vec<&Sample> = samples.iter().filter(counts).collect();
+    let contexts = places(samples.iter().map(|sample| sample.ids.len()), context);
+    contexts.into_iter().map(|numbers| Packed::of(numbers.into_iter().map(|at| samples[at]), context)).collect()
+}
+
+/// Packs pairs of samples like [`pack`] into two contexts each: the first samples of some pairs,
+/// and their second ones, by the same numbers. A pair takes the room of its longer sample in both.
+pub fn pack_pairs(pairs: &[[Sample; 2]], context: usize) -> Vec<[Packed; 2]> {
+    let length = |pair: &[Sample; 2]| pair[0].ids.len().max(pair[1].ids.len());
+    let contexts = places(pairs.iter().map(length), context);
+    let both =
+        |numbers: Vec<usize>| [0, 1].map(|which| Packed::of(numbers.iter().map(|&at| &pairs[at][which]), context));
+    contexts.into_iter().map(both).collect()
+}
+
+/// Returns the numbers of the samples of each context, from their lengths.
+fn places(lengths: impl Iterator<Item = usize>, context: usize) -> Vec<Vec<usize>> {
+    let (mut contexts, mut rooms): (Vec<Vec<usize>>, Vec<usize>) = (Vec::new(), Vec::new());
     // The contexts by their free tokens.
     let mut by_room: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-    for sample in samples {
-        let length = sample.ids.len().min(context);
-        if !sample.counted[..length].iter().skip(1).any(|&counted| counted) {
-            continue;
-        }
+    for (sample, length) in lengths.enumerate() {
+        let length = length.min(context);
         let fitting =
             by_room.range_mut(length..).next().map(|(&room, list)| (room, list.pop().expect("no list is empty")));
         let number = match fitting {
@@ -52,21 +67,34 @@ pub fn pack(samples: &[Sample], context: usize) -> Vec<Packed> {
                 number
             }
             None => {
-                contexts.push(Packed { ids: vec![], labels: vec![], documents: vec![], tokens: 0, counted: 0 });
+                contexts.push(Vec::new());
+                rooms.push(context);
                 contexts.len() - 1
             }
         };
-        contexts[number].add(sample, length);
-        let room = context - contexts[number].tokens;
-        if room > 0 {
-            by_room.entry(room).or_default().push(number);
+        contexts[number].push(sample);
+        rooms[number] -= length;
+        if rooms[number] > 0 {
+            by_room.entry(rooms[number]).or_default().push(number);
         }
     }
-    contexts.iter_mut().for_each(|packed| packed.pad(context));
     contexts
 }
 
 impl Packed {
+    /// Joins samples, each cut to `context` tokens, and fills the rest.
+    fn of<'s>(samples: impl Iterator<Item = &'s Sample>, context: usize) -> Self {
+        let mut packed = Self { ids: vec![], labels: vec![], documents: vec![], tokens: 0, counted: 0 };
+        samples.for_each(|sample| packed.add(sample, sample.ids.len().min(context)));
+        packed.pad(context);
+        packed
+    }
+
+    /// Returns the number of samples.
+    pub fn samples(&self) -> usize {
+        self.tokens.checked_sub(1).map_or(0, |last| self.documents[last] as usize + 1)
+    }
+
     fn add(&mut self, sample: &Sample, length: usize) {
         let document = self.documents.last().map_or(0, |last| last + 1);
         let label = |at: usize| match at + 1 < length && sample.counted[at + 1] {
@@ -109,6 +137,21 @@ mod tests {
             counted: 3,
         };
         assert_eq!(packed, [want]);
+        assert_eq!(packed[0].samples(), 2);
+    }
+
+    /// A pair is in two contexts with one number, as long as its longer sample.
+    #[test]
+    fn pairs_have_equal_numbers() {
+        let long = sample(&[1, 2, 3, 4, 5], &[0, 0, 1, 1, 1]);
+        let short = sample(&[1, 2, 6], &[0, 0, 1]);
+        let pairs = [[long.clone(), short.clone()], [short.clone(), short.clone()], [short, long]];
+        let packed = pack_pairs(&pairs, 8);
+        let documents = |which: usize| packed.iter().map(|pair| &*pair[which].documents).collect::<Vec<_>>();
+        assert_eq!(documents(0), [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1]]);
+        assert_eq!(documents(1), [[0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 1, 1, 1]]);
+        assert!(packed.iter().map(|pair| pair.each_ref().map(Packed::samples)).eq([[2, 2], [1, 1]]));
+        assert_eq!(packed[1][1].labels, [IGNORED, 3, 4, 5, IGNORED, IGNORED, IGNORED, IGNORED]);
     }
 
     proptest! {

@@ -90,8 +90,8 @@ impl Row {
 fn check_judgement(object: &Map<String, Value>) -> std::result::Result<(), String> {
     if has(object, "chosen") || has(object, "rejected") {
         return Err(
-            "`chosen` and `rejected`: preferences are not trained: write the chosen answer as `messages`, or as \
-                    `prompt` and `completion`"
+            "`chosen` and `rejected`: train preferences with `stepscope finetune --preferences dpo`, or write the chosen \
+             answer as `messages`, or as `prompt` and `completion`"
                 .into(),
         );
     }
@@ -147,7 +147,16 @@ fn plain(object: &Map<String, Value>) -> std::result::Result<(), String> {
 /// [`Error::File`] if the file cannot be read or a line is not a row. It lists the first such
 /// lines, and counts all.
 pub fn read_rows(path: impl AsRef<Path>, max_bytes: u64) -> Result<Vec<(usize, Row)>> {
-    let path = path.as_ref();
+    lines(path.as_ref(), max_bytes, KINDS, Row::from_json)
+}
+
+/// Reads the lines of a JSON-lines file by `from_json`; `kinds` names the keys of its rows.
+pub(crate) fn lines<T>(
+    path: &Path,
+    max_bytes: u64,
+    kinds: &str,
+    from_json: impl Fn(&Value) -> std::result::Result<T, String>,
+) -> Result<Vec<(usize, T)>> {
     let bytes = PlainFile::read_whole(path, max_bytes).map_err(|reason| Error::file(path, reason))?;
     if let Some(kind) = FileKind::of(&bytes).filter(|&kind| kind.is_no_text() || kind == FileKind::LfsPointer) {
         return Err(Error::file(path, kind.refusal("JSON lines")));
@@ -159,11 +168,11 @@ pub fn read_rows(path: impl AsRef<Path>, max_bytes: u64) -> Result<Vec<(usize, R
         return Err(Error::file(path, reason));
     }
     let lines = bytes.split(|&byte| byte == b'\n').zip(1..).filter(|(bytes, _)| !bytes.trim_ascii().is_empty());
-    let row = |bytes: &[u8]| json::line(bytes).and_then(|json| Row::from_json(&json));
+    let row = |bytes: &[u8]| json::line(bytes).and_then(|json| from_json(&json));
     let rows = usable(lines.map(|(bytes, line)| (line, row(bytes).map(|row| (line, row)))));
     let rows = rows.map_err(|reason| Error::file(path, reason))?;
     if rows.is_empty() {
-        return Err(Error::file(path, format!("has no rows: write one JSON object a line, with {KINDS}")));
+        return Err(Error::file(path, format!("has no rows: write one JSON object a line, with {kinds}")));
     }
     Ok(rows)
 }
@@ -343,7 +352,7 @@ mod tests {
             (json!({"messages": answers, "label": false}), "jq -c 'select(.label != false)'"),
             (
                 json!({"prompt": "a", "chosen": "b", "rejected": "c"}),
-                "`chosen` and `rejected`: preferences are not trained",
+                "`chosen` and `rejected`: train preferences with `stepscope finetune --preferences dpo`",
             ),
             (json!({"messages": answers, "train": false}), "`train` is false: remove the row"),
             (json!({"messages": answers, "tools": "{}"}), "a list as JSON in a text, got an object"),

@@ -109,6 +109,36 @@ on_each_device! {
         assert_eq!(report(&folder.path().join("qlora"))["sample"], "It is 5.");
     }
 
+    /// Adapters learn preferences, from a loss of log 2. The reference of a run that continues with
+    /// an adapter is the model without it.
+    fn adapters_learn_preferences(device: &Device) {
+        let folder = tempfile::tempdir().unwrap();
+        let run_with = |name: &str, more: &str| {
+            let out = folder.path().join(name);
+            let more = format!("--preferences dpo --context 64 --batch 4 --epochs 8 --learning-rate 5e-3 {more}");
+            let output = finetune(device, &example("pairs.jsonl"), &out, &more);
+            let progress = text(&output.stderr);
+            assert!(output.status.success(), "{}{progress}", text(&output.stdout));
+            (report(&out), progress)
+        };
+        let (first, progress) = run_with("first", "--lora 8 --eval-share 0.25");
+        let number = |report: &Value, pointer: &str| report.pointer(pointer).and_then(Value::as_f64).unwrap();
+        assert!((number(&first, "/losses/0") - std::f64::consts::LN_2).abs() < 1e-6, "{first}");
+        assert_eq!(number(&first, "/rewards/0/rewards~1margins"), 0.0);
+        let last = first["evaluations"].as_array().unwrap().len() - 1;
+        let last = |name: &str| number(&first, &format!("/evaluations/{last}/{name}"));
+        assert!(last("loss") < 0.6 && last("rewards~1accuracies") > 0.9 && last("rewards~1margins") > 0.25, "{first}");
+        assert!(progress.contains("held-out loss") && progress.contains("accuracy "), "{progress}");
+        assert!(!progress.contains("perplexity"), "{progress}");
+        let log = fs::read_to_string(folder.path().join("first/log.jsonl")).unwrap();
+        let update: Value = serde_json::from_str(log.lines().next().unwrap()).unwrap();
+        assert_eq!(update["rewards/accuracies"], first["rewards"][0]["rewards/accuracies"]);
+
+        let adapter = folder.path().join("first/adapter");
+        let (second, _) = run_with("second", &format!("--adapter {} --epochs 1", adapter.display()));
+        assert!(number(&second, "/losses/0") < 0.6 && number(&second, "/rewards/0/rewards~1margins") > 0.25, "{second}");
+    }
+
     /// Adapters learn too. They are exported by themselves, in PEFT's files, or merged into the
     /// model.
     fn adapters_are_exported(device: &Device) {
@@ -170,21 +200,23 @@ on_each_device! {
 }
 
 /// Checks that one rank with two shards and two ranks give the same bits, also with frozen weights
-/// in NF4.
+/// in NF4 and for preferences.
 fn ranks_give_same_bits(kind: DeviceKind) {
     let (device, folder) = (support::open(kind), tempfile::tempdir().unwrap());
     let run = |name: &str, more: &str| {
         let out = folder.path().join(name);
+        let data = if more.contains("--preferences") { example("pairs.jsonl") } else { example("chats.jsonl") };
         let more = format!("--context 64 --batch 2 --epochs 1 --overwrite {more}");
-        let output = finetune(&device, &example("chats.jsonl"), &out, &more);
+        let output = finetune(&device, &data, &out, &more);
         assert!(output.status.success(), "{}", text(&output.stderr));
         let report = report(&out);
-        (report["weights_sha256"].clone(), report["losses"].clone())
+        (report["weights_sha256"].clone(), report["losses"].clone(), report["rewards"].clone())
     };
     let lora = "--lora 4 --lora-targets q_proj,v_proj,down_proj --lora-dropout 0.1";
     let quantized = format!("{lora} --quantize nf4");
     let small = "--precision bf16 --memory small";
-    for settings in ["", lora, &format!("{lora} --precision bf16 --recompute"), &quantized, small] {
+    let preferences = format!("{lora} --preferences dpo");
+    for settings in ["", lora, &format!("{lora} --precision bf16 --recompute"), &quantized, small, &preferences] {
         let [one, two] =
             [("one", "--shards 2"), ("two", "--ranks 2")].map(|(name, more)| run(name, &format!("{more} {settings}")));
         assert_eq!(one, two, "{settings}");
@@ -258,6 +290,15 @@ fn bad_input_writes_nothing() {
     refused(&chats, "--patience 2", "add --eval or --eval-share");
     refused(&chats, "--eval-share 0.001", "give another share");
     refused(&chats, "--accumulate 1 --shards 2", "fewer than 2 shards");
+    refused(&chats, "--preferences dpo", "line 1: expected `prompt`, `chosen` and `rejected`");
+    refused(&chats, "--beta 0.2", "--preferences <PREFERENCES>");
+    refused(
+        &example("pairs.jsonl"),
+        "",
+        "line 1: `chosen` and `rejected`: train preferences with `stepscope finetune --preferences dpo`",
+    );
+    refused(&example("pairs.jsonl"), "--preferences dpo --batch 3", "--batch: 3 contexts cannot be divided into twos");
+    refused(&example("pairs.jsonl"), "--preferences dpo --context 8", "give a larger --context");
 
     let bare = folder.path().join("bare");
     fs::create_dir(&bare).unwrap();

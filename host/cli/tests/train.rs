@@ -6,7 +6,7 @@
 #[path = "../../../tests/support/mod.rs"]
 mod support;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -106,6 +106,37 @@ on_each_device! {
 }
 
 on_each_device! {
+    /// A tokenizer that is trained on documents is exported with the model, which then learns
+    /// chats. Evaluations report bits per byte.
+    fn documents_lead_to_chats(device: &Device) {
+        let (folder, data) = workplace();
+        let row = |at: u32| format!("{{\"text\": \"let x{} = y + {at};\"}}\n", at % 100);
+        let more = folder.path().join("more.jsonl");
+        fs::write(&more, (0..2_000).map(row).collect::<String>()).unwrap();
+        let out = folder.path().join("out");
+        let mixed = format!("--tokenizer bpe --updates 2 --context 32 --sample let --data {} --mixture 1 3", more.display());
+        let output = gpt(device, &data, &out, &mixed);
+        let (screen, errors) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{screen}{errors}");
+        assert!(screen.contains(" by gzip, ") && errors.contains(" bits per byte"), "{screen}{errors}");
+        let report: Value = serde_json::from_slice(&fs::read(out.join("report.json")).unwrap()).unwrap();
+        let [gzip, xz] = ["gzip", "xz"].map(|name| report["data"]["compressed"][name].as_f64().unwrap());
+        assert!(0.1 < xz && xz < gzip && gzip < 4.0, "{gzip} by gzip, {xz} by xz");
+        let last = &report["evaluations"][1];
+        let bytes = last["loss"].as_f64().unwrap() / last["bits_per_byte"].as_f64().unwrap() / std::f64::consts::LN_2;
+        assert!(1.5 < bytes && bytes < 6.0, "{bytes} bytes for each token");
+        let theirs = out.join("transformers");
+        let output = gpt(device, &data, &folder.path().join("on"), &format!("--weights {} --updates 1", theirs.display()));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let chats = folder.path().join("chats.jsonl");
+        let row = json!({ "messages": [{ "role": "user", "content": "let" }, { "role": "assistant", "content": "x" }] });
+        fs::write(&chats, format!("{row}\n")).unwrap();
+        let [theirs, chats, chat] = [theirs, chats, folder.path().join("chat")].map(|path| path.display().to_string());
+        let output = run("finetune", device, &["--weights", &theirs, "--data", &chats, "--out", &chat, "--sample", "let"]);
+        let (screen, errors) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success() && screen.contains("--- let\n"), "{screen}{errors}");
+    }
+
     /// `generate` writes the text that the training run wrote as its sample.
     fn generated_text_is_the_sample(device: &Device) {
         let (folder, data) = workplace();
@@ -243,7 +274,7 @@ fn files_of_another_model_are_refused() {
     let device = support::open(stepscope::DeviceKind::Emulated);
     let (folder, data) = workplace();
     let out = folder.path().join("out");
-    assert!(gpt(&device, &data, &out, "").status.success());
+    assert!(gpt(&device, &data, &out, "--arch gpt2").status.success());
     let theirs = out.join("transformers");
     // A vocabulary of 256, and one of 50,257.
     refused(
@@ -271,7 +302,12 @@ fn files_of_another_model_are_refused() {
     let checkpoint = out.join("model.safetensors");
     let before = fs::read(&checkpoint).unwrap();
     for more in ["--arch llama", "--seed 8", "--context 8", "--batch 3"] {
-        let output = gpt(&device, &data, &out, &format!("--resume {} {more}", checkpoint.display()).replace(SMALL, ""));
+        let output = gpt(
+            &device,
+            &data,
+            &out,
+            &format!("--resume {} --arch gpt2 {more}", checkpoint.display()).replace(SMALL, ""),
+        );
         let message = text(&output.stderr);
         assert!(
             output.status.code() == Some(2) && message.contains("was made with other settings"),
@@ -286,7 +322,7 @@ fn mismatched_shards_are_refused() {
     let device = support::open(stepscope::DeviceKind::Emulated);
     let (folder, data) = workplace();
     let out = folder.path().join("out");
-    let output = gpt(&device, &data, &out, "--max-shard-size 1MB --updates 1 --evaluate-every 1");
+    let output = gpt(&device, &data, &out, "--arch gpt2 --max-shard-size 1MB --updates 1 --evaluate-every 1");
     assert!(output.status.success(), "{}", text(&output.stderr));
     let theirs = out.join("transformers");
     let weights = format!("--weights {} --tokenizer bytes", theirs.display());

@@ -9,10 +9,16 @@ use stepscope_chat::Date;
 use crate::program::results::Claim;
 use crate::run::cli::RunArgs;
 use crate::train::cli::{Decay, above_zero, below_one, share, up_to, zero_or_above};
+use crate::train::model::preferences::Dpo;
 
 /// The learning rates of full fine-tuning, and of adapters.
 const RATE: f32 = 2e-5;
 const LORA_RATE: f32 = 2e-4;
+/// Those of preferences, as TRL's script `trl/scripts/dpo.py` gives them.
+const DPO_RATE: f32 = 5e-7;
+const DPO_LORA_RATE: f32 = 5e-6;
+/// TRL's default.
+const BETA: f32 = 0.1;
 
 /// Fine-tunes a language model of transformers on chats, prompts with completions, or texts. Writes
 /// checkpoints, log.jsonl, report.json, and the model in the format of transformers.
@@ -28,7 +34,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<PathBuf>,
 
-    /// Files with one JSON object a line: `messages`, `prompt` and `completion`, or `text`
+    /// Files with one JSON object a line: `messages`, `prompt` and `completion`, or `text`; for
+    /// preferences `prompt`, `chosen` and `rejected`
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
     pub(crate) data: Vec<PathBuf>,
 
@@ -62,7 +69,17 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = up_to(1 << 20))]
     pub(crate) epochs: usize,
 
-    /// Peak learning rate of AdamW [default: 2e-5, or 2e-4 for adapters]
+    /// Train the preference of one answer over another, instead of the answers themselves
+    #[arg(long, value_enum)]
+    pub(crate) preferences: Option<Preferences>,
+
+    /// Factor of dpo on the differences from the reference, which is the model before training and
+    /// without adapters; a larger one keeps the model nearer to it [default: 0.1]
+    #[arg(long, value_name = "NUMBER", value_parser = above_zero, requires = "preferences")]
+    pub(crate) beta: Option<f32>,
+
+    /// Peak learning rate of AdamW [default: 2e-5, or 2e-4 for adapters; for preferences 5e-7, or
+    /// 5e-6 for adapters]
     #[arg(long, value_name = "RATE", value_parser = above_zero)]
     pub(crate) learning_rate: Option<f32>,
 
@@ -101,7 +118,7 @@ pub(crate) struct Args {
     pub(crate) lora_alpha: Option<f32>,
 
     /// Linear layers that have adapters, by the ends of their names, such as q_proj,v_proj, or
-    /// all-linear [default: all-linear, which is all but the head]
+    /// all-linear [default: all-linear, which is all but the head, experts and their routers]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora", conflicts_with = "adapter")]
     pub(crate) lora_targets: Vec<String>,
 
@@ -135,6 +152,13 @@ pub(crate) struct Args {
     pub(crate) run: RunArgs,
 }
 
+/// The loss of preferences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Preferences {
+    /// Direct preference optimization.
+    Dpo,
+}
+
 /// The type of quantized weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Quantize {
@@ -158,8 +182,19 @@ impl Args {
         Some(if path.is_dir() { path.join("tokenizer.json") } else { path.into() })
     }
 
+    /// Returns the preference loss, if preferences are trained.
+    pub(crate) fn dpo(&self) -> Option<Dpo> {
+        self.preferences.map(|Preferences::Dpo| Dpo { beta: self.beta.unwrap_or(BETA) })
+    }
+
     pub(crate) fn learning_rate(&self) -> f32 {
-        self.learning_rate.unwrap_or(if self.lora.is_some() || self.adapter.is_some() { LORA_RATE } else { RATE })
+        let has_adapters = self.lora.is_some() || self.adapter.is_some();
+        self.learning_rate.unwrap_or(match (self.preferences, has_adapters) {
+            (None, false) => RATE,
+            (None, true) => LORA_RATE,
+            (Some(Preferences::Dpo), false) => DPO_RATE,
+            (Some(Preferences::Dpo), true) => DPO_LORA_RATE,
+        })
     }
 
     /// Returns the schedule of a run of this many updates. The rate is zero only after the last

@@ -1,10 +1,12 @@
-//! Fine-tunes a language model of transformers on chats, prompts with completions, or texts.
+//! Fine-tunes a language model of transformers on chats, prompts with completions, texts, or
+//! preferences.
 //!
 //! ```text
 //! stepscope finetune --weights DIR --data chats.jsonl
 //! stepscope finetune --weights DIR --data chats.jsonl --lora 16 --merge
 //! stepscope finetune --weights DIR --data chats.jsonl --lora 16 --quantize nf4 --precision bf16
 //! stepscope finetune --weights DIR --data chats.jsonl --eval-share 0.05 --patience 2 --precision bf16
+//! stepscope finetune --weights DIR --data pairs.jsonl --preferences dpo --lora 16
 //! ```
 //! [`data`] turns rows into packed contexts, in which only the assistant's text counts. The
 //! [`plan`] sets up the model of [`crate::train::model`] and its training, which [`crate::run`]
@@ -17,6 +19,7 @@
 pub(crate) mod cli;
 mod data;
 mod plan;
+mod references;
 #[cfg(test)]
 mod tests;
 
@@ -65,8 +68,9 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     let group = rank.join(&device, &plan.settings_of_ranks())?;
     let needs = plan.memory::<S>(&device)?.of_rank(rank);
     needs.check(&device, memory::TRAINING_ADVICE)?;
-    let state = plan.state::<S>(&device)?;
+    let mut state = plan.state::<S>(&device)?;
     let mut arena = memory::arena(&device, args.run.arena_mib, needs)?;
+    let references = plan.start(&mut arena, &mut state, rank.leads())?;
     let (config, size) = (&plan.config, &plan.data.size);
     screen.say(format_args!(
         "{:?} of {} weights, of which {} are trained, on the {}",
@@ -84,7 +88,7 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     let state = rank.in_group(group.as_ref(), state)?;
     let trainer = plan.trainer(&mut arena, state)?;
     let mut trainer = trainer.checkpoint(&checkpoint, args.run.checkpoint_every).stop_when(stop);
-    let Some(trained) = plan.train(&mut trainer, rank.leads())? else {
+    let Some(trained) = plan.train(&mut trainer, references, rank.leads())? else {
         screen.say(format_args!("stopped; continue with --resume {}", checkpoint.display()));
         return Ok(false);
     };

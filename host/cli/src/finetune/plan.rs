@@ -15,6 +15,7 @@ use stepscope_core::internals::hex;
 
 use crate::finetune::cli::{Args, Quantize};
 use crate::finetune::data::{Contexts, Data, Form, Sources};
+use crate::finetune::references::References;
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
 use crate::run::folder::ModelFolder;
@@ -70,6 +71,13 @@ impl<'r> Plan<'r> {
             None => model::check_trainable(&args.weights, &files, &config)?,
         }
         check_batch(args.batch, config.context)?;
+        if args.preferences.is_some() && !args.batch.is_multiple_of(2) {
+            let reason = format!(
+                "{} contexts cannot be divided into twos, of chosen and of rejected answers: give an even number",
+                args.batch
+            );
+            return Err(bad("--batch", reason));
+        }
         let resumed = args.resume.as_deref().map(run::resumed).transpose()?;
         let mut folder = match args.tokenizer() {
             Some(file) => ModelFolder::with_tokenizer(&args.weights, tokenizer(&file)?)?,
@@ -90,7 +98,12 @@ impl<'r> Plan<'r> {
             share: args.eval_share,
             seed,
         };
-        let form = Form { context: config.context, packs: config.learned_positions.is_none() };
+        let form = Form {
+            context: config.context,
+            packs: config.learned_positions.is_none(),
+            has_pairs: args.preferences.is_some(),
+            marks_padding: config.router_loss.is_some(),
+        };
         let data = Data::load(&sources, &encoder, form)?;
         if args.patience.is_some() && data.held_out.is_empty() {
             return Err(bad("--patience", "needs evaluations: add --eval or --eval-share"));
@@ -125,7 +138,7 @@ impl<'r> Plan<'r> {
     /// Returns the way in which the model runs.
     pub(crate) fn mode(&self) -> Mode {
         let RunArgs { recompute, memory, .. } = self.args.run;
-        Mode { recompute, memory, documents: true, counted: true }
+        Mode { recompute, memory, documents: true, counted: true, preferences: self.args.dpo() }
     }
 
     /// Builds the model. If it has adapters, its own weights are frozen, in the type of the file,
@@ -159,13 +172,19 @@ impl<'r> Plan<'r> {
     /// Loads the model's own weights, trained or frozen, and those of the adapter that continues.
     pub(crate) fn load_weights(&self, parameters: &mut Parameters) -> Outcome<()> {
         weights::load(&self.args.weights, parameters)?;
+        self.load_adapter(parameters)
+    }
+
+    /// Loads the adapter that continues, if there is one.
+    fn load_adapter(&self, parameters: &mut Parameters) -> Outcome<()> {
         match self.lora.as_ref().zip(self.args.adapter.as_ref()) {
             Some((lora, folder)) => lora.load(folder, &self.config, parameters).map_err(weights::refused),
             None => Ok(()),
         }
     }
 
-    /// Creates the model with its initial weights, and the optimizer.
+    /// Creates the model with the weights of its folder, and the optimizer. New adapters change
+    /// nothing: their second matrices are zero.
     pub(crate) fn state<S: Activation>(&self, device: &Device) -> Outcome<TrainState<Gpt<S>, Rule>> {
         let (model, spec) = self.model::<S>()?;
         let config = AdamW {
@@ -176,29 +195,48 @@ impl<'r> Plan<'r> {
             ..AdamW::default()
         };
         let mut state = self.args.run.state(device, model, &spec, Rule::AdamW(config))?;
-        self.load_weights(&mut state.parameters)?;
+        weights::load(&self.args.weights, &mut state.parameters)?;
         match &self.lora {
             Some(lora) if lora.dropout > 0.0 => Ok(state.with_dropout(self.args.run.seed)?),
             _ => Ok(state),
         }
     }
 
+    /// Completes a new state: returns the references of pairs, which the model computes without its
+    /// adapter, and loads the adapter that continues.
+    pub(crate) fn start<S: Activation>(
+        &self,
+        arena: &mut Arena,
+        state: &mut TrainState<Gpt<S>, Rule>,
+        leads: bool,
+    ) -> Outcome<References> {
+        let references = self.references(arena, state, leads)?;
+        self.load_adapter(&mut state.parameters)?;
+        Ok(references)
+    }
+
+    /// Returns the contexts of an evaluation step. References are computed in the shapes of a
+    /// training step.
+    fn evaluation_batch(&self) -> usize {
+        if self.args.preferences.is_some() { self.args.batch } else { evaluation_batch(self.args.batch) }
+    }
+
     /// Computes the memory that the run needs.
     pub(crate) fn memory<S: Activation>(&self, device: &Device) -> Result<RunMemory> {
-        let [step, evaluation] =
-            [self.args.batch, evaluation_batch(self.args.batch)].map(|samples| self.blank(samples));
+        let [step, evaluation] = [self.args.batch, self.evaluation_batch()].map(|samples| self.blank(samples));
         RunMemory::of(device, || self.model::<S>(), self.args.run.precision.of_f32(), [&step, &evaluation])
     }
 
     /// Returns contexts without tokens, for measurements that ignore the values.
     pub(crate) fn blank(&self, count: usize) -> Contexts {
-        Contexts::new([], count, self.config.context, 1.0)
+        self.data.blank(self.config.context, count)
     }
 
     /// Trains to the end. Returns none if it was stopped, after writing a checkpoint.
     pub(crate) fn train<S: Activation>(
         &self,
         trainer: &mut Trainer<'_, Gpt<S>, Rule>,
+        references: References,
         leads: bool,
     ) -> Outcome<Option<Trained>> {
         let Args { batch, ref out, patience, ref resume, .. } = *self.args;
@@ -214,6 +252,7 @@ impl<'r> Plan<'r> {
             total: self.total(),
             evaluate_every: self.evaluate_every(),
             patience,
+            bytes_per_token: None,
             exports_best: true,
             samples_per_update: self.contexts_per_update(),
             tokens_per_sample: context,
@@ -223,8 +262,11 @@ impl<'r> Plan<'r> {
                              may differ. To train with other settings, start a new run from the model of a finished run"
                     .into(),
         };
-        let batches = |behind| self.data.batches(context, [batch, self.accumulate], self.args.run.seed, behind);
-        updates.run(trainer, batches, &self.data.held_out(context, evaluation_batch(self.args.batch)))
+        let References { training, held_out } = references;
+        let sizes = [batch, self.accumulate];
+        let batches = |behind| self.data.batches(context, sizes, self.args.run.seed, behind, training);
+        let held_out = self.data.in_order(&self.data.held_out, context, self.evaluation_batch(), &held_out);
+        updates.run(trainer, batches, &held_out)
     }
 
     /// Returns all settings that decide the weights after an update, except the number of updates:
@@ -251,6 +293,7 @@ impl<'r> Plan<'r> {
             ("data", self.data.size.sha256.clone()),
         ]);
         all.extend(self.args.run.memory.setting());
+        all.extend(self.args.dpo().map(|dpo| ("preferences", format!("{dpo:?}"))));
         let date = self.folder.template.as_ref().and_then(ChatTemplate::date);
         all.extend(date.map(|date| ("date", date.to_string())));
         all
@@ -302,7 +345,7 @@ fn described(lora: &Lora) -> String {
 }
 
 /// Returns the digest of contexts.
-fn digest(contexts: &[Packed]) -> String {
+pub(crate) fn digest(contexts: &[Packed]) -> String {
     let mut digest = Sha256::new();
     for packed in contexts {
         for numbers in [&packed.ids, &packed.labels, &packed.documents] {

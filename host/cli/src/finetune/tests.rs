@@ -2,10 +2,13 @@
 //! how it runs. `tests/finetune.rs` runs the program.
 
 mod fits;
+mod mixtures;
+mod preferences;
 
 use super::cli::Args;
 use super::data::Contexts;
 use super::plan::Plan;
+use super::references::References;
 use crate::run::memory::{self, RunMemory};
 use crate::run::updates::TokenBatch;
 use crate::support::{on_each_device, relative_l2};
@@ -38,8 +41,11 @@ fn chats() -> (TempDir, PathBuf) {
     (folder, path)
 }
 
+/// Returns the arguments of a run of the model next to the data, or else of the example's.
 fn arguments(data: &Path, more: &str) -> Args {
-    let (weights, out) = (example().join("tiny"), data.parent().unwrap());
+    let out = data.parent().unwrap();
+    let weights =
+        [out, &example()].map(|folder| folder.join("tiny")).into_iter().find(|folder| folder.exists()).unwrap();
     let own = format!(
         "finetune --weights {} --data {} --out {} --context 64 --batch 1 --epochs 1 --learning-rate 1e-3",
         weights.display(),
@@ -51,11 +57,12 @@ fn arguments(data: &Path, more: &str) -> Args {
 
 /// Returns the gradients of a batch, and its loss.
 fn gradients(device: &Device, plan: &Plan<'_>, batch: &[Contexts]) -> (Vec<f32>, f64) {
-    let state = plan.state::<f32>(device).unwrap();
+    let mut state = plan.state::<f32>(device).unwrap();
     let largest = batch.iter().max_by_key(|part| part.ids.len()).unwrap();
     let model = || plan.model::<f32>();
     let needs = RunMemory::of(device, model, state.precision, [largest, largest]).unwrap();
     let mut arena = memory::arena(device, None, needs).unwrap();
+    plan.start(&mut arena, &mut state, true).unwrap();
     let mut trainer = stepscope::Trainer::eager(&mut arena, state);
     let loss = trainer.accumulate(batch).unwrap().loss;
     (trainer.state().gradients.read_flat().unwrap(), loss)
@@ -71,7 +78,7 @@ fn case(device: &Device, name: &str) -> (Gpt<f32>, Parameters) {
     (model, parameters)
 }
 
-/// The digest of the weights, and the bits of all losses.
+/// The digest of the weights, and the bits of all losses and rewards.
 type Bits = (String, Vec<u64>);
 
 /// Runs to the end, or to the stop.
@@ -84,14 +91,16 @@ fn trained(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
 
 fn trained_in<S: Activation>(device: &Device, args: &Args, stopped: bool) -> Option<Bits> {
     let plan = Plan::load(args, 1).unwrap();
-    let state = plan.state::<S>(device).unwrap();
+    let mut state = plan.state::<S>(device).unwrap();
     let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<S>(device).unwrap()).unwrap();
+    let references = plan.start(&mut arena, &mut state, true).unwrap();
     let stop = AtomicBool::new(stopped);
     let trainer = plan.trainer(&mut arena, state).unwrap();
     let mut trainer = trainer.checkpoint(args.out.join("model.safetensors"), None).stop_when(&stop);
-    let position = plan.train(&mut trainer, true).unwrap()?.position;
+    let position = plan.train(&mut trainer, references, true).unwrap()?.position;
     let losses = position.losses.iter().chain(position.evaluations.iter().map(|evaluation| &evaluation.loss));
-    let losses = losses.map(|loss| loss.to_bits()).collect();
+    let rewards = position.rewards.iter().flat_map(|rewards| [rewards.chosen, rewards.rejected, rewards.accuracy]);
+    let losses = losses.copied().chain(rewards).map(f64::to_bits).collect();
     Some((trainer.state().parameters.sha256().unwrap(), losses))
 }
 
@@ -140,10 +149,10 @@ on_each_device! {
         assert_eq!(alone.iter().map(|packed| packed.counted).sum::<usize>(), counted);
 
         let share = |contexts: usize| contexts as f64 / counted as f64;
-        let together = [Contexts::new(&packed, packed.len(), 64, share(packed.len()))];
-        let split: Vec<_> = packed.iter().map(|one| Contexts::new([one], 1, 64, share(packed.len()))).collect();
-        let padded = [Contexts::new(&packed, packed.len() + 2, 64, share(packed.len() + 2))];
-        let alone: Vec<_> = alone.iter().map(|one| Contexts::new([one], 1, one.ids.len(), share(alone.len()))).collect();
+        let together = [Contexts::new(&packed, packed.len(), 64, share(packed.len()), false)];
+        let split: Vec<_> = packed.iter().map(|one| Contexts::new([one], 1, 64, share(packed.len()), false)).collect();
+        let padded = [Contexts::new(&packed, packed.len() + 2, 64, share(packed.len() + 2), false)];
+        let alone: Vec<_> = alone.iter().map(|one| Contexts::new([one], 1, one.ids.len(), share(alone.len()), false)).collect();
         let (want, loss) = gradients(device, &plan, &together);
         let want: Vec<f64> = want.into_iter().map(f64::from).collect();
         assert!(loss > 1.0 && want.iter().any(|&value| value != 0.0), "{loss}");
@@ -157,12 +166,12 @@ on_each_device! {
     /// The bits are the same captured and eager, with and without recomputing, and with and without
     /// a stop after each update; also if the last batch of a pass is not full.
     fn run_modes_give_same_bits(device: &Device) {
-        modes_give_same_bits(device, "--accumulate 2 --eval-share 0.2 --epochs 3");
+        modes_give_same_bits(device, chats, "--accumulate 2 --eval-share 0.2 --epochs 3");
         let lora = "--accumulate 2 --eval-share 0.2 --epochs 3 --lora 4 --lora-targets q_proj,v_proj,down_proj";
-        modes_give_same_bits(device, lora);
-        modes_give_same_bits(device, &format!("{lora} --lora-dropout 0.2"));
-        modes_give_same_bits(device, &format!("{lora} --lora-dropout 0.2 --precision bf16"));
-        modes_give_same_bits(device, "--accumulate 2 --epochs 3 --lora 4 --quantize nf4");
+        modes_give_same_bits(device, chats, lora);
+        modes_give_same_bits(device, chats, &format!("{lora} --lora-dropout 0.2"));
+        modes_give_same_bits(device, chats, &format!("{lora} --lora-dropout 0.2 --precision bf16"));
+        modes_give_same_bits(device, chats, "--accumulate 2 --epochs 3 --lora 4 --quantize nf4");
     }
 
     /// A finished run goes on with more epochs, from where it was.
@@ -179,7 +188,7 @@ on_each_device! {
         let plan = Plan::load(&args, 1).unwrap();
         let state = plan.state::<f32>(device).unwrap();
         let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<f32>(device).unwrap()).unwrap();
-        let error = plan.train(&mut plan.trainer(&mut arena, state).unwrap(), true).err().unwrap().to_string();
+        let error = plan.train(&mut plan.trainer(&mut arena, state).unwrap(), References::default(), true).err().unwrap().to_string();
         assert!(error.contains("weight-decay: 0.01 in the checkpoint, 0.5 here"), "{error}");
     }
 
@@ -205,7 +214,7 @@ on_each_device! {
         let plan = Plan::load(&args, 1).unwrap();
         let state = plan.state::<f32>(device).unwrap();
         let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<f32>(device).unwrap()).unwrap();
-        let trained = plan.train(&mut plan.trainer(&mut arena, state).unwrap(), true).unwrap().unwrap();
+        let trained = plan.train(&mut plan.trainer(&mut arena, state).unwrap(), References::default(), true).unwrap().unwrap();
         let evaluations = &trained.position.evaluations;
         assert!(trained.ended_early && (evaluations.len() as u64) < plan.total(), "{evaluations:?}");
         let best = trained.position.best().unwrap();
@@ -214,8 +223,8 @@ on_each_device! {
     }
 }
 
-fn modes_give_same_bits(device: &Device, base: &str) {
-    let (folder, data) = chats();
+fn modes_give_same_bits(device: &Device, rows: fn() -> (TempDir, PathBuf), base: &str) {
+    let (folder, data) = rows();
     let run = |more: &str| trained(device, &arguments(&data, &format!("{base} {more}")), false).unwrap();
     let captured = run("");
     assert!(captured.1.len() > 4, "{base}: {captured:?}");
@@ -241,7 +250,7 @@ fn passes_have_each_context_once() {
     let plan = Plan::load(&args, 1).unwrap();
     let per_epoch = plan.data.updates_per_epoch(4) as usize;
     let take = |behind: u64, count: usize| -> Vec<Vec<Contexts>> {
-        plan.data.batches(64, [2, 2], 7, behind).unwrap().take(count).map(Result::unwrap).collect()
+        plan.data.batches(64, [2, 2], 7, behind, Vec::new()).unwrap().take(count).map(Result::unwrap).collect()
     };
     let batches = take(0, 2 * per_epoch);
     let counted = |batches: &[Vec<Contexts>]| -> usize { batches.iter().flatten().map(TokenBatch::weight).sum() };

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use stepscope::files::PlainFile;
 
-use super::results::{BEST, CHECKPOINT};
+use super::results::{BEST, CHECKPOINT, REFERENCES};
 
 /// The other files of a run.
 pub(crate) const LINES: &str = "log.jsonl";
@@ -20,6 +20,8 @@ pub(crate) const EVENTS: &str = "tensorboard";
 pub(crate) const EVENT_FILE: &str = "events.out.tfevents.";
 /// The program that a run's event files name as their writer.
 pub(crate) const WRITER: &str = "stepscope";
+/// The note of a file of references, which has their digests.
+pub(crate) const REFERENCES_NOTE: &str = "stepscope.references";
 /// The folders of exported weights, which a run writes after its checkpoint.
 pub(crate) const EXPORTS: [&str; 2] = ["transformers", "adapter"];
 
@@ -43,7 +45,7 @@ pub(crate) struct Found {
 /// Returns what a run would replace in a folder.
 pub(crate) fn found(out: &Path) -> Vec<Found> {
     let mut all = Vec::new();
-    for name in [CHECKPOINT, BEST, REPORT, LINES] {
+    for name in [CHECKPOINT, BEST, REFERENCES, REPORT, LINES] {
         let path = out.join(name);
         if let Ok(kind) = fs::symlink_metadata(&path) {
             all.push(Found { name: name.into(), is_own: kind.is_file() && has_mark(&path, name) });
@@ -76,7 +78,7 @@ pub(crate) fn found(out: &Path) -> Vec<Found> {
 
 /// Returns the files of the folder that a run may replace or remove, with those of its folders.
 pub(crate) fn replaceable(out: &Path) -> Vec<PathBuf> {
-    let files = [CHECKPOINT, BEST, REPORT, LINES].map(|name| out.join(name));
+    let files = [CHECKPOINT, BEST, REFERENCES, REPORT, LINES].map(|name| out.join(name));
     let inner = EXPORTS.into_iter().chain([EVENTS]).flat_map(|name| entries(&out.join(name)));
     files.into_iter().chain(inner).collect()
 }
@@ -110,6 +112,7 @@ fn has_mark(path: &Path, name: &str) -> bool {
     let json = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).unwrap_or_default();
     match name {
         CHECKPOINT | BEST => notes(path).is_some_and(|notes| notes["stepscope.format"].is_string()),
+        REFERENCES => notes(path).is_some_and(|notes| notes[REFERENCES_NOTE].is_string()),
         REPORT => {
             let report = json(&PlainFile::read_whole(path, MAX_BYTES).unwrap_or_default());
             report["weights_sha256"].is_string() && report["device"].is_string()

@@ -12,6 +12,7 @@
 //! | [`signals`] | Ctrl-C, SIGTERM and SIGHUP |
 //! | [`stored_as`] | the element type in memory, as an option |
 //! | [`usage`] | the report's sections about the model, the memory and the graphs |
+//! | `workers` | threads for work on many items |
 
 pub mod exit;
 pub mod log;
@@ -23,3 +24,4 @@ pub mod settings;
 pub mod signals;
 pub mod stored_as;
 pub mod usage;
+pub(crate) mod workers;

@@ -23,6 +23,8 @@ use super::marks;
 pub const CHECKPOINT: &str = "model.safetensors";
 /// The file name of the weights with the lowest loss.
 pub const BEST: &str = "best.safetensors";
+/// The log-probabilities of answers by the reference of a preference loss.
+pub const REFERENCES: &str = "references.safetensors";
 /// The most names that a message lists.
 const LISTED: usize = 8;
 

@@ -19,12 +19,17 @@ use crate::program::marks::{self, EVENT_FILE, EVENTS, LINES};
 use crate::run::events::{self, Event};
 use crate::run::gpu::GpuWatch;
 use crate::run::report::Position;
+use crate::train::model::preferences::Rewards;
 
 /// The largest log that a run continues.
 const MAX_BYTES: u64 = 1 << 30;
 /// The tags of the figures that decide whether an event is kept.
 const LOSS: &str = "loss";
 const EVALUATION: &str = "evaluation loss";
+/// The tags of rewards, which are TRL's.
+const REWARDS: [&str; 4] = ["rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"];
+const EVALUATION_REWARDS: [&str; 4] =
+    ["eval_rewards/chosen", "eval_rewards/rejected", "eval_rewards/accuracies", "eval_rewards/margins"];
 
 /// The figures of an update, or of an evaluation.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -59,6 +64,9 @@ pub(crate) struct Line {
     /// The mean loss of an evaluation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) evaluation_loss: Option<f64>,
+    /// The rewards of the update's batch before the update, or of the evaluation.
+    #[serde(flatten)]
+    pub(crate) rewards: Option<Rewards>,
 }
 
 /// The logs of a run. Their files are made with the first line, or at the run's end, so that a run
@@ -160,7 +168,12 @@ impl Logs {
             ("gpu/degrees Celsius", line.gpu_celsius.map(f64::from)),
             (EVALUATION, line.evaluation_loss),
         ];
-        let values = values.into_iter().filter_map(|(tag, value)| Some((tag, value?)));
+        let tags = if line.evaluation_loss.is_some() { EVALUATION_REWARDS } else { REWARDS };
+        let rewards = line
+            .rewards
+            .map(|Rewards { chosen, rejected, accuracy, margin }| [chosen, rejected, accuracy, margin].map(Some));
+        let rewards = rewards.into_iter().flat_map(|rewards| tags.into_iter().zip(rewards));
+        let values = values.into_iter().chain(rewards).filter_map(|(tag, value)| Some((tag, value?)));
         events.write_all(&Event::figures(line.update, values).to_record())
     }
 }
@@ -221,9 +234,9 @@ mod tests {
         let losses = (1..=updates).map(|number| update(number).loss.unwrap()).collect();
         let evaluation = |&update: &u64| {
             let loss = evaluation(update).evaluation_loss.unwrap();
-            Evaluation { update, loss, perplexity: loss.exp() }
+            Evaluation { update, loss, perplexity: Some(loss.exp()), bits_per_byte: None, rewards: None }
         };
-        Position { losses, rates: Vec::new(), evaluations: evaluations.iter().map(evaluation).collect() }
+        Position { losses, evaluations: evaluations.iter().map(evaluation).collect(), ..Position::default() }
     }
 
     fn write(folder: &Path, earlier: Option<&Path>, position: Position, lines: Vec<Line>) {

@@ -7,8 +7,9 @@ use std::fmt;
 use std::ops::Range;
 
 use stepscope::memory::HostMemory;
+use stepscope::ops::Activation;
 use stepscope::optim::UpdateRule;
-use stepscope::parameters::{FrozenType, GradientConsumer, GradientType, LentMasters, MasterType};
+use stepscope::parameters::{FrozenType, GradientConsumer, GradientType, LentMasters, MasterType, ParameterEntry};
 use stepscope::tensor::{Element, Lent};
 use stepscope::{
     AdamW, Arena, Capacity, Device, Gradients, HostBatch, HostInputs, Model, Optimizer, ParameterSpec, Parameters,
@@ -29,13 +30,15 @@ pub(crate) struct RunMemory {
     pub(crate) weights: u64,
     /// The arena: a training step and an evaluation step.
     pub(crate) steps: u64,
-    /// Reading, checkpoints and the export: the largest tensor as it is in memory, in a file's
-    /// order, and as bytes.
+    /// Reading and the export: the largest tensor in f32, and a copy if a file may have another
+    /// order.
     pub(crate) files: u64,
     /// The gradients, which are a part of `weights`.
     gradients: u64,
-    /// The sums of shards that wait for others, and the optimizer's state while it is divided among
-    /// the ranks.
+    /// The optimizer's state, which is a part of `weights`.
+    state: u64,
+    /// The sums of shards, the slices of all ranks, and this rank's slices of the optimizer's
+    /// state, which a checkpoint needs next to the whole state.
     group: u64,
     /// The ranks of this process, each of which needs all of this.
     ranks: u64,
@@ -66,11 +69,8 @@ impl RunMemory {
             measured.map(|measured| measured.high_water_bytes())
         };
         let (_, spec) = model()?;
-        let converted = match spec.gradients() {
-            GradientType::F32 | GradientType::Released => 0,
-            GradientType::Bf16 => GradientType::CONVERTED.min(spec.elements()) * size_of::<f32>(),
-        };
-        let steps = needs(&largest.inputs()?, true)? + converted + needs(&evaluated.inputs()?, false)? + ROOM;
+        let steps =
+            needs(&largest.inputs()?, true)? + spec.converted_bytes() + needs(&evaluated.inputs()?, false)? + ROOM;
         let is_bf16 = <S as Element>::NAME == bf16::NAME;
         let copied = if is_bf16 { size_of::<bf16>() } else { 0 };
         let frozen: usize = spec.frozen(FrozenType::F32).iter().map(|entry| entry.shape().elements()).sum();
@@ -78,18 +78,27 @@ impl RunMemory {
         Ok(Self {
             weights: trained + (frozen * copied) as u64 + spec.frozen_bytes(),
             steps: steps as u64,
-            files: 3 * largest_bytes(&spec),
+            files: files_bytes(&spec),
             gradients: spec.gradients_bytes(),
+            state: 2 * spec.state_bytes(),
             group: 0,
             ranks: 1,
         })
     }
 
     /// Adds the memory of an update by a rule that needs more than the norm of the gradients.
-    pub(crate) fn with_update(self, device: &Device, spec: &ParameterSpec, rule: impl UpdateRule) -> Result<Self> {
+    pub(crate) fn with_update<S: Activation>(
+        self,
+        device: &Device,
+        spec: &ParameterSpec,
+        rule: impl UpdateRule,
+    ) -> Result<Self> {
         let small = Arena::builder(device).capacity(Capacity::mib(1)).build()?;
         let measured = small.measure(|step| {
             let mut weights = Parameters::new(step.device(), spec, 0)?;
+            if <S as Element>::NAME == bf16::NAME {
+                weights = weights.with_bf16_copy()?;
+            }
             let gradients = Gradients::zeros(&weights)?;
             let mut optimizer = Optimizer::new(&weights, rule)?;
             let ticket = optimizer.advance()?;
@@ -104,16 +113,16 @@ impl RunMemory {
         let copied = if is_bf16 { size_of::<bf16>() } else { 0 };
         let frozen: usize = spec.frozen(FrozenType::F32).iter().map(|entry| entry.shape().elements()).sum();
         let weights = spec.elements() * (size_of::<f32>() + copied) + frozen * copied;
-        let (weights, steps, files) = (weights as u64 + spec.frozen_bytes(), steps as u64, 3 * largest_bytes(spec));
-        Self { weights, steps, files, gradients: 0, group: 0, ranks: 1 }
+        let (weights, steps, files) = (weights as u64 + spec.frozen_bytes(), steps as u64, files_bytes(spec));
+        Self { weights, steps, files, gradients: 0, state: 0, group: 0, ranks: 1 }
     }
 
     /// Adds the needs of a rank of a group.
     #[must_use]
     pub(crate) fn of_rank(self, rank: &Rank) -> Self {
         let own = (rank.shards() / rank.ranks()).max(1);
-        let divided = if rank.ranks() > 1 { self.gradients / rank.ranks() as u64 } else { 0 };
-        let group = u64::from(own.ilog2()) * self.gradients + divided;
+        let slices = if rank.ranks() > 1 { self.gradients + self.state / rank.ranks() as u64 } else { 0 };
+        let group = u64::from(own.ilog2()) * self.gradients + slices;
         Self { group, ranks: rank.in_process() as u64, ..self }
     }
 
@@ -161,9 +170,14 @@ impl fmt::Display for RunMemory {
 pub(crate) const TRAINING_ADVICE: &str =
     "give a smaller --batch and a larger --accumulate, a smaller --context, --recompute, or --precision bf16";
 
-/// Returns the bytes of the largest parameter in f32.
-fn largest_bytes(spec: &ParameterSpec) -> u64 {
-    spec.iter().map(|(_, entry)| entry.shape().elements() * size_of::<f32>()).max().unwrap_or(0) as u64
+/// Returns the most bytes of the host that a parameter takes while it is read or written: those of
+/// its f32, and if the file may have another order, those of a copy.
+fn files_bytes(spec: &ParameterSpec) -> u64 {
+    let bytes = |entry: &ParameterEntry| {
+        let copies = if entry.is_table() || entry.shape().extents().len() == 1 { 1 } else { 2 };
+        copies * entry.shape().elements() * size_of::<f32>()
+    };
+    spec.iter().map(|(_, entry)| bytes(entry)).max().unwrap_or(0) as u64
 }
 
 /// Returns an error if the host cannot hold the tokens of a batch: ids, labels and documents.

@@ -5,14 +5,18 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use stepscope::files::replace_file;
+use stepscope::models::{MixtureConfig, ModelConfig};
+use stepscope::ops::{self, Activation};
 use stepscope::optim::UpdateRule;
 use stepscope::parameters::ParameterEntry;
-use stepscope::{Device, Parameters, Result, Trainer, ops};
+use stepscope::{Device, Parameters, Result, TrainState, Trainer};
 use stepscope_predict::Gpu;
 
 use crate::program::usage::{ArenaUse, CaptureUse, MemoryUse, ModelSize};
 use crate::run::memory::weights_bytes;
 use crate::run::updates::Trained;
+use crate::train::model::Gpt;
+use crate::train::model::preferences::Rewards;
 
 /// The contents of `report.json`, with the size of the data as `D`.
 #[derive(Debug, Serialize)]
@@ -55,6 +59,9 @@ pub(crate) struct Position {
     pub(crate) rates: Vec<f32>,
     /// Evaluations on the held-out text.
     pub(crate) evaluations: Vec<Evaluation>,
+    /// The rewards of each update, if preferences are trained.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) rewards: Vec<Rewards>,
 }
 
 /// An evaluation on the held-out text.
@@ -62,10 +69,18 @@ pub(crate) struct Position {
 pub(crate) struct Evaluation {
     /// Updates made before it.
     pub(crate) update: u64,
-    /// The mean loss per token.
+    /// The mean loss per token, or per pair of answers.
     pub(crate) loss: f64,
-    /// The exponential of the loss: the number of equally likely tokens with the same uncertainty.
-    pub(crate) perplexity: f64,
+    /// The exponential of the loss per token: the number of equally likely tokens with the same
+    /// uncertainty.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) perplexity: Option<f64>,
+    /// The bits of the loss for each byte of text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) bits_per_byte: Option<f64>,
+    /// The rewards, if preferences are trained.
+    #[serde(flatten)]
+    pub(crate) rewards: Option<Rewards>,
 }
 
 /// Device memory in bytes.
@@ -80,9 +95,9 @@ pub(crate) struct Bytes {
 impl<D: Serialize> Report<D> {
     /// Returns the report of a finished run of these ranks, of `tokens` per update, whose final
     /// weights are exported.
-    pub(crate) fn of<M, R: UpdateRule>(
+    pub(crate) fn of<S: Activation, R: UpdateRule>(
         device: &Device,
-        trainer: &mut Trainer<'_, M, R>,
+        trainer: &mut Trainer<'_, Gpt<S>, R>,
         data: D,
         trained: Trained,
         tokens: usize,
@@ -90,7 +105,8 @@ impl<D: Serialize> Report<D> {
         sample: Option<String>,
     ) -> Result<Self> {
         let arena = trainer.arena().report();
-        let parameters = &trainer.state().parameters;
+        let TrainState { model, parameters, precision, .. } = trainer.state();
+        let config = model.layers.config();
         let spec = parameters.spec();
         let bytes = Bytes { weights: weights_bytes(parameters), steps: arena.capacity_bytes + arena.captured_bytes };
         Ok(Self {
@@ -98,7 +114,7 @@ impl<D: Serialize> Report<D> {
             ptx: device.description().ptx.as_ref().map(ToString::to_string),
             model: ModelSize { tensors: spec.entries().len(), weights: spec.weights() },
             data,
-            speed: Speed::of(&trained, tokens, ranks).with_peak(device, parameters, trainer.state().precision),
+            speed: Speed::of(&trained, tokens, ranks).with_peak(device, config, parameters, *precision),
             weights_sha256: parameters.sha256()?,
             exported_update: trained.position.losses.len() as u64,
             sample,
@@ -183,7 +199,13 @@ impl Speed {
     }
 
     /// Adds the share of the device's peak.
-    fn with_peak(self, device: &Device, parameters: &Parameters, precision: ops::Precision) -> Self {
+    fn with_peak(
+        self,
+        device: &Device,
+        config: &ModelConfig,
+        parameters: &Parameters,
+        precision: ops::Precision,
+    ) -> Self {
         // Matrices, each of which is a factor of one product per token. A token table is one only
         // if it is also the head.
         let entries: Vec<_> = parameters.spec().iter().map(|(_, entry)| entry).collect();
@@ -193,8 +215,11 @@ impl Speed {
             entry.shape().extents().len() == 2 && !is_table
         };
         let operations = |entry: &ParameterEntry| if entry.frozen().is_some() { 4 } else { 6 };
-        let each_token: usize =
-            entries.iter().copied().filter(is_factor).map(|entry| operations(entry) * entry.shape().elements()).sum();
+        let used = |entry: &ParameterEntry| {
+            let elements = operations(entry) * entry.shape().elements();
+            experts_of(config, entry.name()).map_or(elements, |mixture| elements / mixture.experts * mixture.chosen)
+        };
+        let each_token: usize = entries.iter().copied().filter(is_factor).map(used).sum();
         let bf16 = parameters.bf16_copy().is_some();
         self.of_peak(each_token as f64, peak(&device.description().name, bf16, precision))
     }
@@ -204,6 +229,13 @@ impl Speed {
         let share = |(peak, tokens): (f64, f64)| each_token * tokens / (peak * self.ranks as f64);
         Self { peak_share: peak.zip(self.tokens_per_second).map(share), ..self }
     }
+}
+
+/// Returns the mixture to whose experts this parameter belongs, of which a token uses some.
+fn experts_of<'c>(config: &'c ModelConfig, name: &str) -> Option<&'c MixtureConfig> {
+    let (block, part) = name.strip_prefix("blocks.")?.split_once(".mlp.")?;
+    let layer: usize = block.parse().ok()?;
+    config.layers.get(layer)?.mixture.as_ref().filter(|_| !part.starts_with("router."))
 }
 
 /// Returns the tensor cores' peak in operations per second, for GPUs whose rates the forecasts
@@ -230,6 +262,20 @@ mod tests {
         assert_eq!(tera("NVIDIA GB10", false, ops::Precision::Tf32), Some(45.5));
         assert_eq!(tera("NVIDIA GB10", false, ops::Precision::F32), None);
         assert_eq!(tera("emulator", true, ops::Precision::F32), None);
+    }
+
+    #[test]
+    fn token_uses_some_experts() {
+        let json = include_bytes!("../../../../tests/models/cases/qwen3_moe/config.json");
+        let config = ModelConfig::from_json(json).unwrap();
+        let found = |name: &str| experts_of(&config, name).map(|mixture| (mixture.chosen, mixture.experts));
+        let layer = config.layers.iter().position(|layer| layer.mixture.is_some()).unwrap();
+        let mixture = config.layers[layer].mixture.unwrap();
+        assert!(mixture.chosen < mixture.experts);
+        assert_eq!(found(&format!("blocks.{layer}.mlp.down.weight")), Some((mixture.chosen, mixture.experts)));
+        for others in ["mlp.router.weight", "attention.o_proj.weight"] {
+            assert_eq!(found(&format!("blocks.{layer}.{others}")), None);
+        }
     }
 
     /// The tokens of all ranks are compared with the peak of all GPUs.

@@ -5,10 +5,9 @@ use stepscope::optim::{Muon, ParameterGroup, SmallUpdateArguments, UpdateArgumen
 use stepscope::{AdamW, Result, Step};
 
 /// The name of an optimizer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Optimizer {
     /// AdamW for all parameters.
-    #[default]
     Adamw,
     /// Muon for the matrices of blocks, and AdamW for all other parameters.
     Muon,
@@ -25,7 +24,7 @@ impl Optimizer {
 
     /// Returns the setting that decides the weights. Checkpoints from before this setting lack it.
     pub(crate) fn setting(self) -> Option<(&'static str, String)> {
-        let name = self.to_possible_value().filter(|_| self != Self::default())?.get_name().to_owned();
+        let name = self.to_possible_value().filter(|_| self != Self::Adamw)?.get_name().to_owned();
         Some(("optimizer", name))
     }
 }

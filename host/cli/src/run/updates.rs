@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::f64::consts::LN_2;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -24,13 +25,15 @@ use crate::run::report::{Evaluation, Position};
 use crate::run::rule::Rule;
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::model::Gpt;
+use crate::train::model::preferences::Rewards;
 
 /// The longest time that reading a batch may take; the first reads of a disk are slow.
 const MOST_WAIT: Duration = Duration::from_secs(600);
 
 /// A part of a batch of tokens.
 pub(crate) trait TokenBatch: HostBatch {
-    /// Returns the number of things over which an evaluation averages: samples, or counted tokens.
+    /// Returns the number of things over which an evaluation averages: samples, counted tokens or
+    /// pairs.
     fn weight(&self) -> usize;
 
     /// Returns the number of tokens that are not padding.
@@ -49,6 +52,8 @@ pub(crate) struct Updates<'r> {
     /// All updates of the run.
     pub(crate) total: u64,
     pub(crate) evaluate_every: u64,
+    /// The bytes of text for each token that an evaluation predicts, if they are reported.
+    pub(crate) bytes_per_token: Option<f64>,
     /// The evaluations without a new lowest loss after which the run ends.
     pub(crate) patience: Option<usize>,
     /// True if the run exports the weights of its best evaluation, so that it cannot do without
@@ -127,6 +132,7 @@ impl Updates<'_> {
             since_evaluation: 0,
             queued: &queued,
             tokens: self.samples_per_update * self.tokens_per_sample,
+            bytes_per_token: self.bytes_per_token,
             rate: self.rate,
             logs,
             trained: &mut trained,
@@ -219,6 +225,7 @@ struct Watch<'w> {
     queued: &'w RefCell<VecDeque<usize>>,
     /// The tokens of an update, with padding.
     tokens: usize,
+    bytes_per_token: Option<f64>,
     rate: &'w dyn Fn(u64) -> f64,
     logs: Option<Logs>,
     trained: &'w mut Trained,
@@ -235,19 +242,30 @@ impl Watch<'_> {
         out: &Path,
     ) -> Result<()> {
         let begun = Instant::now();
-        let (mut sum, mut weight) = (0.0, 0);
+        let (mut sums, mut weight) = (Vec::new(), 0);
         for part in held_out {
-            sum += trainer.evaluate(part)? * part.len() as f64;
+            let (loss, figures) = trainer.evaluate_with_figures(part)?;
+            sums.resize(1 + figures.len(), 0.0);
+            for (sum, value) in sums.iter_mut().zip([loss].into_iter().chain(figures)) {
+                *sum += value * part.len() as f64;
+            }
             weight += part.weight();
         }
-        let loss = sum / weight as f64;
-        let perplexity = loss.exp();
+        let means: Vec<f64> = sums.into_iter().map(|sum| sum / weight as f64).collect();
+        let (loss, rewards) = (means[0], Rewards::of(&means[1..]));
+        let perplexity = rewards.is_none().then(|| loss.exp());
+        let bits_per_byte = self.bytes_per_token.map(|bytes| loss / LN_2 / bytes);
         let evaluations = &mut self.trained.position.evaluations;
         let best = evaluations.iter().all(|before| loss < before.loss);
-        evaluations.push(Evaluation { update, loss, perplexity });
-        self.bar.say(&format!("update {update}: held-out loss {loss:.4}, perplexity {perplexity:.2}"));
+        evaluations.push(Evaluation { update, loss, perplexity, bits_per_byte, rewards });
+        let more = match rewards {
+            Some(Rewards { accuracy, margin, .. }) => format!("accuracy {accuracy:.3}, margin {margin:.4}"),
+            None => format!("perplexity {:.2}", loss.exp()),
+        };
+        let bits = bits_per_byte.map_or(String::new(), |bits| format!(", {bits:.3} bits per byte"));
+        self.bar.say(&format!("update {update}: held-out loss {loss:.4}, {more}{bits}"));
         if let Some(logs) = &mut self.logs {
-            let line = Line { update, evaluation_loss: Some(loss), ..Line::default() };
+            let line = Line { update, evaluation_loss: Some(loss), rewards, ..Line::default() };
             logs.write(line).map_err(|reason| Error::file(out, reason))?;
         }
         if best && self.leads {
@@ -271,7 +289,9 @@ impl Watch<'_> {
 impl Observer for Watch<'_> {
     fn updated(&mut self, update: &Update, progress: &EpochProgress, arena: &Arena) -> Result<()> {
         signals::update_is_made();
+        let rewards = Rewards::of(&update.figures);
         self.trained.position.losses.push(update.loss);
+        self.trained.position.rewards.extend(rewards);
         self.trained.position.rates.push((self.rate)(update.number) as f32);
         let (seconds, tokens) = (self.last.elapsed().as_secs_f64(), self.queued.borrow_mut().pop_front());
         self.trained.seconds.push(seconds);
@@ -282,6 +302,7 @@ impl Observer for Watch<'_> {
                 loss: Some(update.loss),
                 gradient_norm: update.gradient_l2,
                 learning_rate: Some((self.rate)(update.number)),
+                rewards,
                 real_tokens_per_second: tokens.map(|tokens| tokens as f64 / seconds),
                 tokens_per_second: Some(self.tokens as f64 / seconds),
                 arena_bytes: Some(arena.report().peak_bytes as u64),

@@ -14,20 +14,29 @@ use stepscope::{ops, optim};
 use crate::program::results::Claim;
 use crate::run::cli::RunArgs;
 use crate::run::rule::Optimizer;
+use crate::train::model::TrainingMemory;
 
 /// Trains a GPT-2 or Llama language model and prints a sample of its text. Writes log.jsonl,
 /// report.json, checkpoints, and the weights in the format of Hugging Face transformers.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "stepscope train", version, args_override_self = true)]
 pub(crate) struct Args {
-    /// Text files, or token files that end in .bin, in the format of llm.c and nanoGPT [default:
-    /// the sources of this project's locked dependencies, from cargo's registry]
-    #[arg(long, value_name = "FILE", num_args = 1..)]
+    /// Text files, or token files that end in .bin, in the format of llm.c and nanoGPT; JSON lines
+    /// and Parquet files have a document in each `text`; a folder stands for all files in it
+    /// [default: the sources of this project's locked dependencies, from cargo's registry]
+    #[arg(long, value_name = "PATH", num_args = 1..)]
     pub(crate) data: Vec<PathBuf>,
 
-    /// Tokenizer: bytes, gpt2, or the path of a tokenizer.json [default: the one next to --weights;
-    /// else gpt2 for .bin files and for GPT-2's weights, else bytes]
-    #[arg(long, value_name = "bytes|gpt2|FILE")]
+    /// Whole numbers, one for each path in --data: its share of the samples [default: samples are
+    /// taken from all paths together, so that each token is read once in a pass]
+    #[arg(long, value_name = "SHARE", num_args = 1.., value_parser = RangedU64ValueParser::<u32>::new().range(1..=1000))]
+    pub(crate) mixture: Vec<u32>,
+
+    /// Tokenizer: bytes, gpt2, the path of a tokenizer.json, or bpe, which is trained on the text:
+    /// 2048 tokens for tiny, else 32768, or as many as --config has [default: the one next to
+    /// --weights; else gpt2 for .bin files and for GPT-2's weights; else bpe for 1 MB of text or
+    /// more, else bytes]
+    #[arg(long, value_name = "bytes|gpt2|bpe|FILE")]
     pub(crate) tokenizer: Option<String>,
 
     /// Folder for the results; created if missing
@@ -38,9 +47,9 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Size::Tiny)]
     pub(crate) size: Size,
 
-    /// Model architecture
-    #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
-    pub(crate) arch: Arch,
+    /// Model architecture [default: qwen3 for tiny, else gpt2]
+    #[arg(long, value_enum)]
+    pub(crate) arch: Option<Arch>,
 
     /// The config.json of a model of transformers, of which a new one is trained
     #[arg(long, value_name = "FILE", value_parser = read_config, conflicts_with_all = ["size", "arch", "weights"])]
@@ -56,15 +65,16 @@ pub(crate) struct Args {
     pub(crate) batch: usize,
 
     /// Number of weight updates
-    #[arg(long, value_name = "N", default_value_t = 500, value_parser = up_to(u32::MAX))]
+    #[arg(long, value_name = "N", default_value_t = 350, value_parser = up_to(u32::MAX))]
     pub(crate) updates: usize,
 
     /// Optimizer; muon orthogonalizes the updates of the blocks' matrices, and needs full memory
-    #[arg(long, value_enum, default_value_t = Optimizer::Adamw)]
-    pub(crate) optimizer: Optimizer,
+    /// [default: muon for tiny in f32 with full memory, else adamw]
+    #[arg(long, value_enum)]
+    pub(crate) optimizer: Option<Optimizer>,
 
-    /// Peak learning rate of either optimizer [default: 2e-3 for tiny, 6e-4 for 124m, 3e-4 for
-    /// 350m, 2.5e-4 for 774m, 2e-4 for 1558m]
+    /// Peak learning rate [default: 2e-3 for tiny, 6e-4 for 124m, 3e-4 for 350m, 2.5e-4 for 774m,
+    /// 2e-4 for 1558m; by muon twice as much]
     #[arg(long, value_name = "RATE", value_parser = above_zero)]
     pub(crate) learning_rate: Option<f32>,
 
@@ -159,6 +169,8 @@ pub(crate) enum Arch {
     Gpt2,
     /// RMSNorm, rotary positions, SwiGLU, grouped-query attention, and a separate head.
     Llama,
+    /// Llama's layers with normalized queries and keys, and a tied head.
+    Qwen3,
 }
 
 /// The fall of the learning rate.
@@ -230,6 +242,26 @@ impl Args {
             None if self.size == Size::Tiny => 128,
             None => 1024,
         })
+    }
+
+    /// Returns true for the default model, of about a million weights.
+    fn is_tiny(&self) -> bool {
+        self.size == Size::Tiny && self.config.is_none() && self.weights.is_none()
+    }
+
+    pub(crate) fn arch(&self) -> Arch {
+        self.arch.unwrap_or(if self.is_tiny() { Arch::Qwen3 } else { Arch::Gpt2 })
+    }
+
+    pub(crate) fn optimizer(&self) -> Optimizer {
+        let RunArgs { precision, memory, .. } = self.run;
+        let by_muon = self.is_tiny() && precision == Precision::F32 && memory == TrainingMemory::Full;
+        self.optimizer.unwrap_or(if by_muon { Optimizer::Muon } else { Optimizer::Adamw })
+    }
+
+    /// Returns the number of tokens of a tokenizer that is trained on the text.
+    pub(crate) fn vocabulary(&self) -> usize {
+        self.config.as_ref().map_or(if self.is_tiny() { 1 << 11 } else { 1 << 15 }, |config| config.vocabulary)
     }
 
     pub(crate) fn warmup(&self) -> u64 {

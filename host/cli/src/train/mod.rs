@@ -1,14 +1,13 @@
-//! Trains a GPT-2 or Llama language model on text, on this CPU or a GPU, and prints a sample of its
-//! text.
+//! Trains a language model on text, on this CPU or a GPU, and prints a sample of its text.
 //!
 //! ```text
-//! stepscope train  # a million weights, bytes of Rust, two minutes
+//! stepscope train  # a million weights, Rust, two minutes
 //! stepscope train --arch llama --data book.txt
 //! stepscope train --device cuda --size 124m --data train.bin --precision bf16 --batch 16
 //! ```
-//! A [`tokenizer`] turns [`text`] into tokens, and [`samples`] cuts batches from them. The [`plan`]
-//! sets up the [`model`] and its training, which [`crate::run`] runs. [`sample`] then generates
-//! text. [`weights`] reads Hugging Face files.
+//! [`documents`] reads files, a [`tokenizer`] turns their [`text`] into tokens, and [`samples`]
+//! cuts batches from them. The [`plan`] sets up the [`model`] and its training, which
+//! [`crate::run`] runs. [`sample`] then generates text. [`weights`] reads Hugging Face files.
 //!
 //! | exit code | meaning |
 //! |---|---|
@@ -22,6 +21,8 @@
 
 pub(crate) mod bad_input;
 pub(crate) mod cli;
+mod compressed;
+mod documents;
 pub(crate) mod model;
 mod plan;
 mod registry;
@@ -42,6 +43,7 @@ use serde::Serialize;
 
 use self::bad_input::Outcome;
 use self::cli::Args;
+use self::compressed::Compressed;
 use self::model::Gpt;
 use self::plan::Plan;
 use self::samples::Sequences;
@@ -53,6 +55,7 @@ use crate::run::report::Report;
 use crate::run::{self, memory};
 use crate::train::cli::Precision;
 use stepscope::data::{TokenSampler, TokenSamplerConfig};
+use stepscope::files::replace_file;
 use stepscope::models::Weights;
 use stepscope::ops::Activation;
 use stepscope::{Device, Parameters, TrainState, bf16};
@@ -66,6 +69,8 @@ pub(crate) struct DataSize {
     pub(crate) held_out: usize,
     /// The digest of all tokens.
     pub(crate) sha256: String,
+    /// The bits per byte to which compressors reduce the text that evaluations predict.
+    pub(crate) compressed: Compressed,
 }
 
 /// Trains, and returns the exit code.
@@ -93,9 +98,10 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
     let spec = state.parameters.spec().clone();
     let config = &plan.config;
     let data = DataSize {
-        tokens: plan.text.training().len(),
-        held_out: plan.text.held_out().len(),
+        tokens: plan.text.sources().iter().map(|source| source.training.len()).sum(),
+        held_out: plan.text.sources().iter().map(|source| source.held_out.len()).sum(),
         sha256: plan.text.sha256.clone(),
+        compressed: Compressed::of(&plan.held_out),
     };
     screen.say(format_args!(
         "{:?} of {} weights, context {}; {} tokens to train on, {} held out; on the {}",
@@ -106,9 +112,11 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
         data.held_out,
         device.description().name
     ));
+    let Compressed { gzip, xz } = data.compressed;
+    screen.say(format_args!("the held-out text in bits per byte: {gzip:.2} by gzip, {xz:.2} by xz"));
     if let Some(path) = &args.trace {
-        let windows = plan.windows()?;
-        let windows: Vec<_> = (0..args.batch as u64).map(|number| windows.window(number)).collect();
+        let order = plan.order()?;
+        let windows: Vec<_> = (0..args.batch as u64).map(|number| order.window(number)).collect();
         let first = Sequences::of(&plan.text, &windows, plan.form())?;
         trace::write(path, &device, &mut state, &first)?;
         Weights::write(args.out.join("transformers"), config, &state.parameters, args.run.max_shard_size)?;
@@ -131,7 +139,11 @@ fn train_rank<S: Activation>(plan: &Plan<'_>, rank: &Rank, stop: &AtomicBool, sc
 
     let TrainState { model, parameters, .. } = trainer.state();
     let sample = written(plan, &device, model, parameters)?;
-    Weights::write(args.out.join("transformers"), config, parameters, args.run.max_shard_size)?;
+    let export = args.out.join("transformers");
+    Weights::write(&export, config, parameters, args.run.max_shard_size)?;
+    for (name, contents) in plan.tokenizer.files() {
+        replace_file(export.join(name), &contents)?;
+    }
     let tokens = args.batch * plan.accumulate * config.context;
     let report = Report::of(&device, &mut trainer, data, trained, tokens, rank.ranks(), Some(sample.clone()))?;
     report.write(&args.out)?;

@@ -1,7 +1,10 @@
 //! Language models: the layers of [`stepscope::models`], the loss, and the sizes of new models.
 //!
-//! The loss is `cross_entropy(hidden head^T, labels)`. The head computes the logits of one chunk of
-//! tokens at a time. Activations are f32 or BF16; weights, their gradients and the loss are f32.
+//! The loss is `cross_entropy(hidden head^T, labels)`, or that of [`preferences`]. The head
+//! computes the logits of one chunk of tokens at a time. Activations are f32 or BF16; weights,
+//! their gradients and the loss are f32.
+
+pub(crate) mod preferences;
 
 use std::marker::PhantomData;
 use std::path::Path;
@@ -17,6 +20,7 @@ use stepscope::{DeviceBatch, ParameterSpec, Result, Tape, Var};
 
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::{Arch, Size};
+use crate::train::model::preferences::Dpo;
 
 /// Returns the configuration of a new model, as a `config.json` of transformers states it.
 pub(crate) fn config(size: Size, arch: Arch, vocabulary: usize, context: usize) -> ModelConfig {
@@ -40,6 +44,13 @@ pub(crate) fn config(size: Size, arch: Arch, vocabulary: usize, context: usize) 
             // SwiGLU has three matrices and GELU two, so its hidden width is 2/3 of 4 x width.
             "intermediate_size": (8 * width / 3).next_multiple_of(64), "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
             "tie_word_embeddings": false, "attention_bias": false, "mlp_bias": false,
+        }),
+        Arch::Qwen3 => json!({
+            "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu",
+            "vocab_size": vocabulary, "max_position_embeddings": context, "hidden_size": width,
+            "num_hidden_layers": layers, "num_attention_heads": query_heads, "num_key_value_heads": key_heads,
+            "head_dim": width / query_heads, "intermediate_size": (8 * width / 3).next_multiple_of(64),
+            "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": true, "attention_bias": false,
         }),
     };
     ModelConfig::from_json(json.to_string().as_bytes()).expect("a supported configuration")
@@ -101,8 +112,12 @@ pub(crate) struct Mode {
     pub(crate) documents: bool,
     /// True if the loss is a mean over the tokens that count, in all parts of a batch together.
     /// Other labels are [`stepscope::ops::IGNORED`]. The last input, `[1]`, is then the number of
-    /// samples of the batch divided by the number of its counted tokens.
+    /// samples of the batch divided by the number of its counted tokens. If the model has a loss of
+    /// its routers, one more input has 1 for each token and 0 for padding.
     pub(crate) counted: bool,
+    /// The preference loss, which replaces the mean over tokens. The last inputs are then those of
+    /// [`preferences`].
+    pub(crate) preferences: Option<Dpo>,
 }
 
 /// A language model, as handles of parameters. Activations are stored as `S`.
@@ -168,8 +183,11 @@ impl<S: Activation> stepscope::Model<S> for Gpt<S> {
         self.hidden(tape, batch.indices(0)?, documents)
     }
 
-    /// Averages over all tokens, or over the counted tokens of the batch.
+    /// Averages over all tokens, over the counted tokens of the batch, or over its pairs.
     fn loss<'s>(&self, tape: &Tape<'_, 's>, hidden: &Var<'s, S>, batch: &DeviceBatch<'s>) -> Result<Var<'s>> {
+        if self.mode.preferences.is_some() {
+            return Ok(self.loss_with_figures(tape, hidden, batch)?.0);
+        }
         let (labels, form) = (batch.indices(1)?, LmHeadConfig::default().tied());
         if !self.mode.counted {
             return tape.linear_cross_entropy(hidden, self.layers.head(), labels, form);
@@ -179,5 +197,35 @@ impl<S: Activation> stepscope::Model<S> for Gpt<S> {
         let sum = tape.linear_cross_entropy(hidden, self.layers.head(), labels, form.rules(rules))?;
         let share = batch.input::<f32>(if self.mode.documents { 3 } else { 2 })?;
         sum.mul(tape.input(share))
+    }
+
+    fn loss_with_figures<'s>(
+        &self,
+        tape: &Tape<'_, 's>,
+        hidden: &Var<'s, S>,
+        batch: &DeviceBatch<'s>,
+    ) -> Result<(Var<'s>, Vec<Saved<'s>>)> {
+        match self.mode.preferences {
+            Some(dpo) => dpo.loss(tape, &self.log_probabilities(tape, hidden, batch)?, batch),
+            None => Ok((self.loss(tape, hidden, batch)?, Vec::new())),
+        }
+    }
+
+    /// Adds the auxiliary loss of the routers, if the model has one, as transformers does.
+    fn training_loss_with_figures<'s>(
+        &self,
+        tape: &Tape<'_, 's>,
+        batch: &DeviceBatch<'s>,
+    ) -> Result<(Var<'s>, Vec<Saved<'s>>)> {
+        let Mode { documents, counted, preferences, .. } = self.mode;
+        let last = if preferences.is_some() { 5 } else { 3 + usize::from(documents) };
+        let real = (counted && self.config().router_loss.is_some()).then(|| batch.input(last)).transpose()?;
+        let documents = if documents { Some(batch.input(2)?) } else { None };
+        let (hidden, of_routers) = self.layers.forward_balanced(tape, batch.indices(0)?, documents, real)?;
+        let (loss, figures) = self.loss_with_figures(tape, &hidden, batch)?;
+        match of_routers {
+            Some(of_routers) => Ok((loss.add(of_routers.reshape(loss.shape())?)?, figures)),
+            None => Ok((loss, figures)),
+        }
     }
 }

@@ -1,16 +1,17 @@
 //! The plan of a run: the arguments and everything that they name, read and checked before any
 //! device memory is allocated.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use stepscope::data::Windows;
 use stepscope::models::{Family, ModelConfig};
 use stepscope::ops::Activation;
 use stepscope::optim::Schedule;
 use stepscope::{AdamW, Arena, Checkpoint, Device, Result, TrainState, Trainer};
 
 use crate::program::settings::Settings;
+use crate::program::workers::Workers;
 use crate::run::cli::RunArgs;
 use crate::run::memory::{RunMemory, check_batch, evaluation_batch};
 use crate::run::rule::{Optimizer, Rule};
@@ -18,14 +19,21 @@ use crate::run::updates::{Trained, Updates};
 use crate::run::{self, settings};
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::Args;
+use crate::train::documents::{self, Contents, DataFile};
 use crate::train::model::{self, Gpt, Mode, TrainingMemory};
-use crate::train::samples::{self, Form, Sequences};
-use crate::train::text::{self, Text};
+use crate::train::registry;
+use crate::train::samples::{self, Form, Order, Sequences};
+use crate::train::text::Text;
 use crate::train::tokenizer::{Tokenizer, VOCABULARY_UNIT};
 use crate::train::weights;
 
-/// The most held-out samples in an evaluation.
+/// The most held-out samples in an evaluation, or more that have this many tokens.
 const HELD_OUT: usize = 64;
+const HELD_OUT_TOKENS: usize = 1 << 14;
+/// The name of a tokenizer that is trained on the text.
+const TRAINED: &str = "bpe";
+/// The bytes from which a text is large enough to train a tokenizer on it.
+const LARGE_TEXT: usize = 1_000_000;
 
 /// The settings, data and model of a run.
 pub(crate) struct Plan<'r> {
@@ -35,10 +43,16 @@ pub(crate) struct Plan<'r> {
     shards: usize,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) text: Arc<Text>,
+    /// The samples that each source of the text gives to a round.
+    shares: Vec<u32>,
     pub(crate) config: ModelConfig,
     pub(crate) resumed: Option<Checkpoint>,
     /// The tokens that the sample begins with.
     pub(crate) beginning: Vec<u32>,
+    /// The positions of the held-out samples of an evaluation, and of the token after each.
+    evaluated: Vec<Range<usize>>,
+    /// The text whose tokens an evaluation predicts.
+    pub(crate) held_out: Vec<u8>,
 }
 
 impl<'r> Plan<'r> {
@@ -46,7 +60,7 @@ impl<'r> Plan<'r> {
     pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
         let accumulate = args.run.accumulate(shards)?;
         check_batch(args.batch, args.context())?;
-        if args.optimizer == Optimizer::Muon && args.run.memory != TrainingMemory::Full {
+        if args.optimizer() == Optimizer::Muon && args.run.memory != TrainingMemory::Full {
             return Err(bad("--optimizer", "muon needs --memory full"));
         }
         let given = args.weights.as_ref().map(|folder| weights::open(folder, args.context)).transpose()?;
@@ -54,7 +68,13 @@ impl<'r> Plan<'r> {
             model::check_trainable(folder, files, config)?;
         }
         let given = given.map(|(_, config)| config);
-        let tokenizer = Tokenizer::open(&tokenizer_name(args, given.as_ref())?)?;
+        let paths = if args.data.is_empty() { registry::sources()? } else { args.data.clone() };
+        let workers = Workers::new();
+        let files = documents::read(&paths, &workers)?;
+        let tokenizer = match tokenizer_name(args, given.as_ref(), &files)? {
+            name if name == TRAINED => Tokenizer::train(&documents::beginning(&files), args.vocabulary())?,
+            name => Tokenizer::open(&name)?,
+        };
         if args.documents && tokenizer.end().is_none() {
             return Err(bad(
                 "--documents",
@@ -73,17 +93,25 @@ impl<'r> Plan<'r> {
             }
             (None, None) => {
                 let vocabulary = tokenizer.vocabulary().next_multiple_of(VOCABULARY_UNIT);
-                model::config(args.size, args.arch, vocabulary, args.context())
+                model::config(args.size, args.arch(), vocabulary, args.context())
             }
         };
         let beginning = tokenizer.encode("--sample", args.sample.as_bytes())?;
         if beginning.is_empty() {
             return Err(bad("--sample", "is empty: give the text that the sample begins with"));
         }
-        let text = Arc::new(Text::load(&args.data, &tokenizer, config.context)?);
+        let shares = shares(args)?;
+        let text = Arc::new(Text::load(&files, &tokenizer, config.context, shares.len() > 1, &workers)?);
+        let most = HELD_OUT.max(HELD_OUT_TOKENS / config.context);
+        let evaluated = samples::evaluated(&text, config.context, most, &shares);
+        let mut tokens = Vec::new();
+        for Range { start, end } in &evaluated {
+            text.read(start + 1..*end, &mut tokens)?;
+        }
+        let held_out = tokenizer.bytes(&tokens);
         let resumed = args.resume.as_deref().map(run::resumed);
         let resumed = resumed.transpose()?;
-        Ok(Self { args, accumulate, shards, tokenizer, text, config, resumed, beginning })
+        Ok(Self { args, accumulate, shards, tokenizer, text, shares, config, resumed, beginning, evaluated, held_out })
     }
 
     /// Returns the shape of a sample.
@@ -91,12 +119,12 @@ impl<'r> Plan<'r> {
         Form { context: self.config.context, end: self.args.documents.then(|| self.tokenizer.end()).flatten() }
     }
 
-    /// Returns the windows of tokens that the samples are.
+    /// Returns the order of the samples.
     ///
     /// # Errors
     /// Never, since the text is long enough.
-    pub(crate) fn windows(&self) -> Result<Windows> {
-        Windows::new(self.text.training().len(), self.config.context, self.args.run.seed)
+    pub(crate) fn order(&self) -> Result<Order> {
+        Order::new(&self.text, self.config.context, self.args.run.seed, &self.shares)
     }
 
     /// Creates the model with its initial weights, and the optimizer.
@@ -111,7 +139,7 @@ impl<'r> Plan<'r> {
 
     /// Returns the rule of the updates.
     fn rule(&self) -> Rule {
-        self.args.optimizer.rule(AdamW {
+        self.args.optimizer().rule(AdamW {
             learning_rate: self.learning_rate(),
             beta2: 0.95,
             weight_decay: 0.1,
@@ -123,7 +151,7 @@ impl<'r> Plan<'r> {
 
     fn mode(&self) -> Mode {
         let RunArgs { recompute, memory, .. } = self.args.run;
-        Mode { recompute, memory, documents: self.args.documents, counted: false }
+        Mode { recompute, memory, documents: self.args.documents, ..Mode::default() }
     }
 
     /// Computes the memory that the run needs.
@@ -132,9 +160,9 @@ impl<'r> Plan<'r> {
             [self.args.batch, evaluation_batch(self.args.batch)].map(|samples| Sequences::zeros(samples, self.form()));
         let model = || Gpt::<S>::new(self.config.clone(), self.mode());
         let needs = RunMemory::of(device, model, self.args.run.precision.of_f32(), [&step, &evaluation])?;
-        match self.args.optimizer {
+        match self.args.optimizer() {
             Optimizer::Adamw => Ok(needs),
-            Optimizer::Muon => needs.with_update(device, &model()?.1, self.rule()),
+            Optimizer::Muon => needs.with_update::<S>(device, &model()?.1, self.rule()),
         }
     }
 
@@ -146,6 +174,7 @@ impl<'r> Plan<'r> {
         leads: bool,
     ) -> Outcome<Option<Trained>> {
         let Args { batch, updates, .. } = *self.args;
+        let bytes_per_token = self.held_out.len() as f64 / (self.evaluated.len() * self.config.context) as f64;
         let (rate, schedule) = (f64::from(self.learning_rate()), self.schedule());
         let updates = Updates {
             rate: &|number| rate * schedule.factor(number),
@@ -157,15 +186,18 @@ impl<'r> Plan<'r> {
             total: updates as u64,
             evaluate_every: self.args.evaluate_every(),
             patience: None,
+            bytes_per_token: Some(bytes_per_token),
             exports_best: false,
             samples_per_update: batch * self.accumulate,
             tokens_per_sample: self.config.context,
             resumed: self.resumed.as_ref().zip(self.args.resume.as_deref()),
             how_to_prolong: self.how_to_prolong(),
         };
-        let (form, windows) = (self.form(), self.windows()?);
-        let held_out = samples::held_out(&self.text, form, HELD_OUT, evaluation_batch(self.args.batch))?;
-        let batches = |behind| samples::batches(&self.text, &windows, form, [batch, self.accumulate], behind);
+        let (form, order) = (self.form(), self.order()?);
+        let held_out =
+            self.evaluated.chunks(evaluation_batch(batch)).map(|windows| Sequences::of(&self.text, windows, form));
+        let held_out = held_out.collect::<Result<Vec<_>>>()?;
+        let batches = |behind| samples::batches(&self.text, &order, form, [batch, self.accumulate], behind);
         updates.run(trainer, batches, &held_out)
     }
 
@@ -188,13 +220,17 @@ impl<'r> Plan<'r> {
 
     /// Returns the peak learning rate: the wider the model, the lower.
     fn learning_rate(&self) -> f32 {
-        self.args.learning_rate.unwrap_or(match self.config.width {
-            ..=256 => 2e-3,
-            257..=768 => 6e-4,
-            769..=1024 => 3e-4,
-            1025..=1280 => 2.5e-4,
-            _ => 2e-4,
-        })
+        let by_muon = if self.args.optimizer() == Optimizer::Muon { 2.0 } else { 1.0 };
+        self.args.learning_rate.unwrap_or(
+            by_muon
+                * match self.config.width {
+                    ..=256 => 2e-3,
+                    257..=768 => 6e-4,
+                    769..=1024 => 3e-4,
+                    1025..=1280 => 2.5e-4,
+                    _ => 2e-4,
+                },
+        )
     }
 
     /// Returns all settings that decide the weights, but for the schedule of the learning rate,
@@ -214,8 +250,11 @@ impl<'r> Plan<'r> {
             ("tokenizer", self.tokenizer.name()),
             ("text", self.text.sha256.clone()),
         ]);
+        if self.shares.len() > 1 {
+            all.push(("mixture", format!("{:?}", self.shares)));
+        }
         all.extend(self.args.run.memory.setting());
-        all.extend(self.args.optimizer.setting());
+        all.extend(self.args.optimizer().setting());
         all
     }
 
@@ -238,6 +277,22 @@ impl<'r> Plan<'r> {
     }
 }
 
+/// Returns the samples that each source of the text gives to a round.
+fn shares(args: &Args) -> Outcome<Vec<u32>> {
+    if args.mixture.is_empty() {
+        return Ok(vec![1]);
+    }
+    if args.mixture.len() != args.data.len() {
+        let reason = format!(
+            "has {} shares for {} paths in --data: give one share for each path; a folder is one path",
+            args.mixture.len(),
+            args.data.len()
+        );
+        return Err(bad("--mixture", reason));
+    }
+    Ok(args.mixture.clone())
+}
+
 /// Returns the context of a new model of `--config`, which must have a place for each token.
 fn new_context(args: &Args, config: &ModelConfig, tokenizer: &Tokenizer) -> Outcome<usize> {
     let (context, tokens) = (args.context(), tokenizer.vocabulary());
@@ -257,7 +312,7 @@ fn new_context(args: &Args, config: &ModelConfig, tokenizer: &Tokenizer) -> Outc
 
 /// Returns the requested tokenizer, or the one next to the weights, or the one that fits the data.
 /// A folder's own tokenizer in another form is refused, because GPT-2's would read other tokens.
-fn tokenizer_name(args: &Args, given: Option<&ModelConfig>) -> Outcome<String> {
+fn tokenizer_name(args: &Args, given: Option<&ModelConfig>, files: &[DataFile]) -> Outcome<String> {
     if let Some(name) = &args.tokenizer {
         return Ok(name.clone());
     }
@@ -275,6 +330,11 @@ fn tokenizer_name(args: &Args, given: Option<&ModelConfig>) -> Outcome<String> {
         }
     }
     let of_gpt2 = given.is_some_and(|config| config.family == Family::Gpt2);
-    let is_gpt2 = of_gpt2 || args.data.iter().any(|path| text::is_token_file(path));
-    Ok(if is_gpt2 { "gpt2" } else { "bytes" }.into())
+    let is_gpt2 = of_gpt2 || files.iter().any(|file| matches!(file.contents, Contents::Tokens));
+    Ok(match (is_gpt2, documents::bytes(files) >= LARGE_TEXT) {
+        (true, _) => "gpt2",
+        (_, true) => TRAINED,
+        (_, false) => "bytes",
+    }
+    .into())
 }

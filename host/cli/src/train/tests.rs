@@ -1,6 +1,7 @@
 //! The language models give the same bits however they run, and refuse unsuitable files.
 //! `tests/train.rs` runs the program.
 
+mod documents;
 mod token_files;
 mod tokenizer_json;
 
@@ -9,11 +10,14 @@ use super::plan::Plan;
 use super::text::Text;
 use super::tokenizer::Tokenizer;
 use super::{model, registry, sample, weights};
+use crate::program::workers::Workers;
 use crate::run::cli::RunArgs;
+use crate::run::folder::ModelFolder;
 use crate::run::memory;
 use crate::support::{self, on_each_device};
 use crate::train::cli::Precision;
 use clap::Parser;
+use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -38,7 +42,7 @@ fn folder(words: usize) -> (TempDir, PathBuf) {
 /// Returns the arguments of a small run, and `more`.
 fn arguments(data: &Path, out: &Path, more: &str) -> Args {
     let own = format!(
-        "gpt --data {} --out {} --context 16 --batch 2 --updates 5 --evaluate-every 3 --warmup 1",
+        "gpt --data {} --out {} --context 16 --batch 2 --updates 5 --evaluate-every 3 --warmup 1 --optimizer adamw",
         data.display(),
         out.display()
     );
@@ -134,7 +138,7 @@ on_each_device! {
     /// version. A change that alters a bit must declare it.
     fn training_matches_golden_digest(device: &Device) {
         let (folder, data) = folder(400);
-        assert_eq!(trained(device, &arguments(&data, folder.path(), ""), false).unwrap().0, GOLDEN);
+        assert_eq!(trained(device, &arguments(&data, folder.path(), "--arch gpt2"), false).unwrap().0, GOLDEN);
     }
 
     /// BF16 and TF32 learn nearly as well as f32.
@@ -407,6 +411,12 @@ fn weight_counts_match_gpt2() {
     }
 }
 
+/// Returns the text of these files, for samples of 64 tokens.
+fn loaded(paths: &[PathBuf], tokenizer: &Tokenizer) -> Text {
+    let workers = Workers::new();
+    Text::load(&super::documents::read(paths, &workers).unwrap(), tokenizer, 64, false, &workers).unwrap()
+}
+
 #[test]
 fn token_file_formats_load_exactly() {
     let folder = tempfile::tempdir().unwrap();
@@ -424,8 +434,8 @@ fn token_file_formats_load_exactly() {
     for (number, bytes) in formats.iter().enumerate() {
         let path = folder.path().join(format!("{number}.bin"));
         fs::write(&path, bytes).unwrap();
-        let text = Text::load(&[path.clone(), path], &gpt2, 64).unwrap();
-        assert_eq!((text.len(), text.held_out()), (10_000, 9500..10_000));
+        let text = loaded(&[path.clone(), path], &gpt2);
+        assert_eq!(text.sources()[0].held_out, 9500..10_000);
         // A range across the border of two files.
         let mut read = Vec::new();
         text.read(4990..5010, &mut read).unwrap();
@@ -440,7 +450,7 @@ fn truncated_token_file_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tokens.bin");
     fs::write(&path, vec![0; 10_000]).unwrap();
-    let text = Text::load(std::slice::from_ref(&path), &Tokenizer::open("gpt2").unwrap(), 64).unwrap();
+    let text = loaded(std::slice::from_ref(&path), &Tokenizer::open("gpt2").unwrap());
     fs::write(&path, [0; 100]).unwrap();
     let error = text.read(1000..1064, &mut Vec::new()).unwrap_err().to_string();
     assert!(error.contains("tokens.bin: has changed since it was opened"), "{error}");
@@ -456,6 +466,35 @@ fn tokens_match_other_tokenizers() {
     let bytes = Tokenizer::open("bytes").unwrap();
     assert_eq!(bytes.encode("", &[255, 65]).unwrap(), [255, 65]);
     assert_eq!(bytes.decode(&[65, 66, 300]), "AB");
+}
+
+/// Decoded tokens are the text again, whatever it contains, and a written tokenizer has the same
+/// tokens.
+#[test]
+fn trained_tokenizer_keeps_texts() {
+    let texts = [include_str!("tokenizer.rs"), include_str!("documents.rs")];
+    let trained = Tokenizer::train(&texts, 500).unwrap();
+    assert_eq!((trained.vocabulary(), trained.end()), (500, Some(0)));
+    assert_eq!(Tokenizer::train(&texts, 500).unwrap().name(), trained.name());
+    let folder = tempfile::tempdir().unwrap();
+    for (name, contents) in trained.files() {
+        fs::write(folder.path().join(name), contents).unwrap();
+    }
+    let read = ModelFolder::open(folder.path()).unwrap();
+    let chat = [json!({ "role": "user", "content": "let" }), json!({ "role": "assistant", "content": "x;" })];
+    let tokens = read.chat("", &chat).unwrap();
+    assert_eq!(trained.decode(&tokens), "user\nlet<|endoftext|>assistant\nx;<|endoftext|>assistant\n");
+    assert_eq!((tokens.iter().filter(|&&token| token == 0).count(), read.end()), (2, Some(0)));
+    let read = read.tokenizer;
+    assert_eq!(read.name(), trained.name());
+    for (text, most) in [("use std::path::Path;\n", 10), ("\tZ\u{fc}rich, \u{1f600}\r\n  \0", 40)] {
+        let tokens = trained.encode("", text.as_bytes()).unwrap();
+        assert!(tokens.len() <= most, "{tokens:?}");
+        assert_eq!(trained.decode(&tokens), text);
+        assert_eq!(read.encode("", text.as_bytes()).unwrap(), tokens);
+    }
+    // One end, all bytes, and three merges: aa, aaa, and a space before aaa.
+    assert_eq!(Tokenizer::train(&["aaa aaa"], 500).unwrap().vocabulary(), 1 + 256 + 3);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Tokenizers: bytes, GPT-2's byte pairs, or a `tokenizer.json`.
+//! Tokenizers: bytes, GPT-2's byte pairs, a `tokenizer.json`, or byte pairs that are trained here.
 //!
 //! Invariant: the same text always gives the same tokens, and they encode all of the text. No token
 //! lies beyond the model's table of embeddings.
@@ -6,13 +6,16 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use stepscope::files::{FileKind, PlainFile};
 use stepscope_chat::{decode, read_tokenizer, token_ids};
 use stepscope_core::internals::hex;
 use tiktoken_rs::CoreBPE;
-use tokenizers::ModelWrapper;
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, ModelWrapper};
 
 use crate::train::bad_input::{Outcome, bad};
 
@@ -22,14 +25,17 @@ pub(crate) enum Tokenizer {
     Bytes,
     /// GPT-2's byte pairs.
     Gpt2(Box<CoreBPE>),
-    /// A file's tokenizer.
+    /// A file's tokenizer, or a trained one.
     File(Box<tokenizers::Tokenizer>, About),
 }
 
-/// Facts about a file's tokenizer.
+/// Facts about a tokenizer that has a file, or can be written to one.
 pub(crate) struct About {
-    /// The digest of the file.
+    /// The contents of the file.
+    json: Vec<u8>,
     sha256: String,
+    /// True if it was trained here.
+    is_trained: bool,
     /// One more than its last token.
     vocabulary: usize,
     /// The rows of the model's table, once a model is known.
@@ -48,6 +54,11 @@ const MAX_BYTES: u64 = 256 << 20;
 const GPT2_END: u32 = 50_256;
 /// Names of that token in `tokenizer.json` files.
 const ENDS: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"];
+
+/// The chat template of a tokenizer that is trained here. The token that ends a document ends each
+/// message, so that no other special token is needed.
+const CHAT_TEMPLATE: &str = "{% for message in messages %}{{ message['role'] }}\n{{ message['content'] }}\
+                             <|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}";
 
 /// Returns an error for a tokenizer that is random, or whose token numbers differ from its file's.
 fn check(tokenizer: &tokenizers::Tokenizer, json: &Value) -> Result<(), String> {
@@ -88,10 +99,49 @@ impl Tokenizer {
                 // Some files ask for these, because they treat each text as one sentence.
                 tokenizer.with_padding(None).with_truncation(None).map_err(|reason| bad(file, reason))?;
                 let vocabulary = tokenizer.get_vocab(true).into_values().max().map_or(0, |last| last as usize + 1);
-                let sha256 = hex(&Sha256::digest(&bytes));
-                Ok(Self::File(Box::new(tokenizer), About { sha256, vocabulary, rows: OnceLock::new() }))
+                Ok(Self::of_file(tokenizer, bytes, vocabulary, false))
             }
         }
+    }
+
+    /// Trains byte pairs on these texts: a vocabulary of this many tokens, or fewer if the texts
+    /// have no more pairs. The first token ends a document, and then come all bytes, so every text
+    /// has tokens. Texts are split into words as GPT-2 splits them (Sennrich, Haddow and Birch,
+    /// 2016; Radford et al., 2019).
+    pub(crate) fn train(texts: &[impl AsRef<str> + Send + Sync], vocabulary: usize) -> Outcome<Self> {
+        let mut tokenizer = tokenizers::Tokenizer::new(BPE::default());
+        tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true))).with_decoder(Some(ByteLevel::default()));
+        let trainer = BpeTrainer::builder()
+            .vocab_size(vocabulary)
+            .special_tokens(vec![AddedToken::from(ENDS[0], true)])
+            .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+            .show_progress(false)
+            .build();
+        let trained = tokenizer.train(&mut TrainerWrapper::from(trainer), texts.iter());
+        let json = trained.and_then(|tokenizer| tokenizer.to_string(true));
+        let json = json.map_err(|reason| bad("--tokenizer bpe", reason))?.into_bytes();
+        let vocabulary = tokenizer.get_vocab_size(true);
+        Ok(Self::of_file(tokenizer, json, vocabulary, true))
+    }
+
+    fn of_file(tokenizer: tokenizers::Tokenizer, json: Vec<u8>, vocabulary: usize, is_trained: bool) -> Self {
+        let sha256 = hex(&Sha256::digest(&json));
+        Self::File(Box::new(tokenizer), About { json, sha256, is_trained, vocabulary, rows: OnceLock::new() })
+    }
+
+    /// Returns the names and contents of the tokenizer's files, if it has some or can be written to
+    /// some. A tokenizer that was trained here has a chat template, so that its model can be
+    /// fine-tuned on chats.
+    pub(crate) fn files(&self) -> Vec<(&'static str, Vec<u8>)> {
+        let Self::File(_, about) = self else { return Vec::new() };
+        let mut files = vec![("tokenizer.json", about.json.clone())];
+        if about.is_trained {
+            let [end, template] = [ENDS[0], CHAT_TEMPLATE];
+            let config = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end,
+                "chat_template": template });
+            files.push(("tokenizer_config.json", format!("{config:#}\n").into_bytes()));
+        }
+        files
     }
 
     /// Returns a name that identifies the tokenizer.
@@ -218,17 +268,21 @@ impl Tokenizer {
 
     /// Returns the text of tokens; invalid UTF-8 becomes `�`.
     pub(crate) fn decode(&self, tokens: &[u32]) -> String {
+        String::from_utf8_lossy(&self.bytes(tokens)).into_owned()
+    }
+
+    /// Returns the bytes of tokens. A file's tokenizer has replaced invalid UTF-8 by `�`.
+    pub(crate) fn bytes(&self, tokens: &[u32]) -> Vec<u8> {
         // A model with a rounded-up vocabulary may generate tokens that no text contains. A file's
         // tokenizer leaves them out itself, and counting its vocabulary would take milliseconds.
         let known = |most: usize| tokens.iter().copied().filter(move |&token| (token as usize) < most);
-        let bytes: Vec<u8> = match self {
+        match self {
             Self::Bytes => known(256).map(|token| token as u8).collect(),
             Self::Gpt2(pairs) => {
                 pairs._decode_native_and_split(known(GPT2_END as usize + 1).collect()).flatten().collect()
             }
             Self::File(tokenizer, _) => decode(tokenizer, tokens).unwrap_or_default().into(),
-        };
-        String::from_utf8_lossy(&bytes).into_owned()
+        }
     }
 }
 
@@ -251,7 +305,7 @@ fn read(file: &str) -> Outcome<Vec<u8>> {
             "is no file: to use a tokenizer of the hub, download it with `hf download {file} tokenizer.json`, and give its path"
         )
     } else {
-        "is no file: give `bytes`, `gpt2`, or the path of a tokenizer.json".into()
+        "is no file: give `bytes`, `gpt2`, or the path of a tokenizer.json, or for `train` also `bpe`".into()
     };
     Err(bad(file, advice))
 }
