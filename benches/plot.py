@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Draws docs/plots/beside-pytorch.svg from the newest runs of the step bench, and
-docs/plots/memory-losses.svg from the newest losses by --memory. Needs matplotlib.
+docs/plots/memory-losses.svg and docs/plots/muon.svg from the newest losses by --memory and by
+--optimizer. Needs matplotlib.
 
 A bar is the median of a line's samples. A point of a curve is the mean of 25 updates.
 """
@@ -80,21 +81,36 @@ def newest(name):
     return max((ROOT / "benches/runs").glob(f"????-??-??-{name}.json"))
 
 
-def losses(content, together=25):
+def means(losses, together=25):
+    """Returns numbers of updates, and the mean loss of the updates up to each."""
+    ends = range(together, len(losses) + 1, together)
+    return list(ends), [statistics.mean(losses[end - together : end]) for end in ends]
+
+
+def memory(content):
     """Draws the loss of each setting of --memory, and how far it is from that of full memory."""
-    means = {}
-    for memory, losses in content["losses"].items():
-        ends = range(together, len(losses) + 1, together)
-        means[memory] = [statistics.mean(losses[end - together : end]) for end in ends]
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9.6, 5), sharex=True, height_ratios=(2, 1))
-    for memory, own in means.items():
-        updates = [together * (number + 1) for number in range(len(own))]
-        above.plot(updates, own, linewidth=1, label=memory)
-        below.plot(updates, [one - full for one, full in zip(own, means["full"])], linewidth=1)
+    _, full = means(content["losses"]["full"])
+    for setting, losses in content["losses"].items():
+        updates, own = means(losses)
+        above.plot(updates, own, linewidth=1, label=setting)
+        below.plot(updates, [one - other for one, other in zip(own, full)], linewidth=1)
     above.set(ylabel="loss, nats a token", ylim=(1.2, 4))
     above.legend(frameon=False)
     below.set(xlabel="updates", ylabel="minus full", ylim=(-0.1, 0.1))
     figure.suptitle(f"GPT-2 124M, BF16, by --memory: {content['gpu']}, {content['date']}")
+    figure.tight_layout()
+    return figure
+
+
+def optimizers(content):
+    """Draws the loss by optimizer and learning rate."""
+    figure, axes = pyplot.subplots(figsize=(9.6, 4))
+    for name, run in content["runs"].items():
+        axes.plot(*means(run["losses"]), linewidth=1, label=name, linestyle="-" if "muon" in name else "--")
+    axes.set(xlabel="updates", ylabel="loss, nats a token", ylim=(0.8, 5))
+    axes.legend(frameon=False)
+    figure.suptitle(f"GPT-2 124M, BF16, by --optimizer: {content['gpu']}, {content['date']}")
     figure.tight_layout()
     return figure
 
@@ -111,4 +127,5 @@ def save(name, draw):
 
 if __name__ == "__main__":
     save("beside-pytorch.svg", lambda: front({precision: Run(newest(name)) for precision, name in SUBJECTS.items()}))
-    save("memory-losses.svg", lambda: losses(json.loads(newest("h200-memory-losses").read_text())))
+    save("memory-losses.svg", lambda: memory(json.loads(newest("h200-memory-losses").read_text())))
+    save("muon.svg", lambda: optimizers(json.loads(newest("h200-muon").read_text())))

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sys
 import time
 from itertools import chain, islice, repeat
@@ -14,8 +13,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 CONTEXT, WIDTH, HEADS, LAYERS, EXPERTS, CHOSEN, BATCH, UPDATES = 64, 64, 4, 2, 4, 2, 8, 400
-# The tokens that an expert can take, as a multiple of those that it gets on average.
-CAPACITY = 1.25
 
 
 class Mixture(nn.Module):
@@ -37,10 +34,9 @@ class Mixture(nn.Module):
         probabilities = self.router(rows).softmax(-1)
         gates, ids = probabilities.topk(CHOSEN)
         gates = gates / gates.sum(-1, keepdim=True)
-        capacity = math.ceil(CAPACITY * ids.numel() / EXPERTS)
         y = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
-            token, place = (part[:capacity] for part in torch.where(ids == number))
+            token, place = torch.where(ids == number)
             y = y.index_add(0, token, gates[token, place, None] * expert(rows[token]))
         share = F.one_hot(ids, EXPERTS).float().mean((0, 1))
         return y.view_as(x), EXPERTS * (share * probabilities.mean(0)).sum()

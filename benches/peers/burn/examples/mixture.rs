@@ -28,8 +28,6 @@ const LAYERS: usize = 2;
 const EXPERTS: usize = 4;
 /// Experts that a token uses.
 const CHOSEN: usize = 2;
-/// The tokens that an expert can take, as a multiple of those that it gets on average.
-const CAPACITY: f64 = 1.25;
 const BATCH: usize = 8;
 const UPDATES: usize = 400;
 
@@ -67,17 +65,15 @@ impl<B: Backend> Mixture<B> {
         let probabilities = softmax(self.router.forward(rows.clone()), 1);
         let (gates, ids) = probabilities.clone().topk_with_indices(CHOSEN, 1);
         let gates = gates.clone() / gates.sum_dim(1);
-        let capacity = (CAPACITY * ids.shape().num_elements() as f64 / EXPERTS as f64).ceil() as usize;
         let mut y = rows.zeros_like();
         for (number, expert) in self.experts.iter().enumerate() {
             let is_chosen = ids.clone().equal_elem(number as i64);
             let gates = (gates.clone() * is_chosen.clone().float()).sum_dim(1);
             let tokens = is_chosen.any_dim(1).argwhere();
-            let count = tokens.dims()[0].min(capacity);
-            if count == 0 {
+            if tokens.dims()[0] == 0 {
                 continue;
             }
-            let tokens = tokens.slice(s![0..count, 0]).squeeze_dim::<1>(1);
+            let tokens = tokens.squeeze_dim::<1>(1);
             let hidden = silu(expert.up.forward(rows.clone().select(0, tokens.clone())));
             let output = expert.down.forward(hidden) * gates.select(0, tokens.clone());
             y = y.select_assign(0, tokens, output, IndexingUpdateOp::Add);

@@ -25,8 +25,6 @@ const LAYERS: usize = 2;
 const EXPERTS: usize = 4;
 /// Experts that a token uses.
 const CHOSEN: usize = 2;
-/// The tokens that an expert can take, as a multiple of those that it gets on average.
-const CAPACITY: f64 = 1.25;
 const BATCH: usize = 8;
 const UPDATES: usize = 400;
 
@@ -91,10 +89,8 @@ impl Mixture {
         let share = Tensor::new(shares, x.device())?;
         let loss = ((share * probabilities.mean(0)?)?.sum_all()? * EXPERTS as f64)?;
 
-        let capacity = (CAPACITY * (CHOSEN * tokens) as f64 / EXPERTS as f64).ceil() as usize;
         let mut y = rows.zeros_like()?;
-        for ([up, down], mut numbers) in self.experts.iter().zip(choices) {
-            numbers.truncate(capacity);
+        for ([up, down], numbers) in self.experts.iter().zip(choices) {
             if numbers.is_empty() {
                 continue;
             }
