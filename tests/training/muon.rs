@@ -428,10 +428,9 @@ on_each_device! {
             let mut values = Random::new(rows as u64).normals(rows * cols);
             values.extend([1.5, -0.0, -2.5]);
             let got = arena.step(|step| {
-                let x = step.upload(&values, [values.len()])?;
-                let mut x = [ops::Matrices { values: x, shape: [rows, cols], columns: &columns }];
-                ops::orthogonalize_assign::<bf16>(step, &mut x, 0.5)?;
-                step.read(&x[0].values)
+                let mut x = step.upload(&values, [values.len()])?;
+                ops::orthogonalize_assign::<bf16>(step, &mut x, [rows, cols], &columns, 0.5)?;
+                step.read(&x)
             });
             let got = got.unwrap();
             assert_eq!(bits(&got[rows * cols..]), bits(&[1.5, -0.0, -2.5]));
@@ -457,49 +456,12 @@ on_each_device! {
         }
     }
 
-    /// Matrices of one shape share launches, and have the bits of each by itself.
-    fn equal_shapes_keep_bits(device: &Device) {
-        let mut arena = arena(device);
-        let values = Random::new(8).normals(5 * 16 * 24);
-        let [whole, single]: [Vec<f32>; 2] = arena
-            .step(|step| {
-                let (three, two) = values.split_at(3 * 16 * 24);
-                let (three, two) = (step.upload(three, [three.len()])?, step.upload(two, [two.len()])?);
-                let mut together = [
-                    ops::Matrices { values: three, shape: [16, 72], columns: &[24, 24, 24] },
-                    ops::Matrices { values: two, shape: [16, 48], columns: &[24, 24] },
-                ];
-                ops::orthogonalize_assign::<bf16>(step, &mut together, 0.2)?;
-                let mut got = Vec::new();
-                for (tensor, all) in together.iter().zip([3, 2]) {
-                    let tensor = tensor.values.reshape([16, all * 24])?;
-                    for first in 0..all {
-                        got.extend(step.read(&ops::slice(step, &tensor, 1, first * 24..(first + 1) * 24)?)?);
-                    }
-                }
-                let mut alone = Vec::new();
-                for (tensor, first) in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)] {
-                    let (start, all) = [(0, 3), (3 * 16 * 24, 2)][tensor];
-                    let part = &values[start..][..all * 16 * 24];
-                    let matrix: Vec<f32> =
-                        part.chunks(all * 24).flat_map(|row| row[first * 24..][..24].to_vec()).collect();
-                    let values = step.upload(&matrix, [matrix.len()])?;
-                    let mut one = [ops::Matrices { values, shape: [16, 24], columns: &[] }];
-                    ops::orthogonalize_assign::<bf16>(step, &mut one, 0.2)?;
-                    alone.extend(step.read(&one[0].values)?);
-                }
-                Ok([got, alone])
-            })
-            .unwrap();
-        assert_eq!(bits(&whole), bits(&single));
-    }
-
     fn wrong_columns_are_refused(device: &Device) {
         let mut arena = arena(device);
         let mut refused = |shape: [usize; 2], columns: &[usize], words: &str| {
             let error = arena.step(|step| {
-                let values = ops::fill(step, [64], 1.0)?;
-                ops::orthogonalize_assign::<bf16>(step, &mut [ops::Matrices { values, shape, columns }], 0.2)
+                let mut x = ops::fill(step, [64], 1.0)?;
+                ops::orthogonalize_assign::<bf16>(step, &mut x, shape, columns, 0.2)
             });
             let error = error.unwrap_err();
             assert!(matches!(error, Error::Misuse { op: "orthogonalize_assign", .. }), "{error}");

@@ -287,7 +287,6 @@ fn bad_input_writes_nothing() {
     refused(&chats, "--context 4", "give a larger --context");
     refused(&chats, "--context 4096", "has a context of 2048");
     refused(&chats, "--lora 4 --lora-targets nothing", "--lora-targets: ");
-    refused(&chats, "--lora 4 --lora-targets all-linear,gate_proj", "give `all-linear` alone");
     refused(&chats, "--patience 2", "add --eval or --eval-share");
     refused(&chats, "--eval-share 0.001", "give another share");
     refused(&chats, "--accumulate 1 --shards 2", "fewer than 2 shards");

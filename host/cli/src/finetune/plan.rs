@@ -369,10 +369,6 @@ fn lora(args: &Args, config: &ModelConfig) -> Outcome<Option<Lora>> {
     let targets = match &args.lora_targets[..] {
         [] => Targets::AllLinear,
         [all] if all == "all-linear" => Targets::AllLinear,
-        names if names.iter().any(|name| name == "all-linear") => {
-            let reason = "has `all-linear` and names: give `all-linear` alone, or the names of all layers";
-            return Err(bad("--lora-targets", reason));
-        }
         names => Targets::Names(names.to_vec()),
     };
     // Each name, because a file may have names that its model lacks.

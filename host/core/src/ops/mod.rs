@@ -72,8 +72,8 @@ pub use layer_norm::{Normalized, layer_norm, layer_norm_residual};
 pub use linear_cross_entropy::{LmHeadConfig, linear_cross_entropy, linear_cross_entropy_of_rows};
 pub use loss::{IGNORED, LabelRules, binary_cross_entropy, cross_entropy, cross_entropy_by, squared_error};
 pub use matmul::{
-    Gemm, GemmElement, GroupedLowRank, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart, Matrices,
-    TILES, Tile, gemm_into, grouped_linear, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
+    Gemm, GemmElement, GroupedLowRank, LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart, TILES,
+    Tile, gemm_into, grouped_linear, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
     orthogonalize_assign,
 };
 pub use mixture::{Groups, combine, dispatch, group_by};

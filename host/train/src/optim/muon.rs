@@ -18,9 +18,6 @@ use stepscope_core::{Error, Lent, ParameterEntry, Result, Source, Step, Tensor, 
 /// The root mean square of the change of a matrix for a rate of 1, which is that of AdamW's typical
 /// updates.
 const RMS: f32 = 0.2;
-/// The elements of matrices whose updates are computed together. Matrices of one shape then share
-/// launches. Few large matrices need no others to fill a GPU.
-const AT_ONCE: usize = 1 << 25;
 
 /// Muon (Jordan et al., 2024), scaled to AdamW's updates (Liu et al., 2025,
 /// [arXiv 2502.16982](https://arxiv.org/abs/2502.16982)). An [`Optimizer`](crate::Optimizer)
@@ -168,28 +165,24 @@ impl UpdateRule for Muon {
         }
         // Neighbors of one group are updated by one launch of AdamW.
         let mut others: Option<(Range<usize>, usize)> = None;
-        let mut matrices = Vec::new();
         for WholeParameter { entry, elements, group } in parameters {
             let elements = elements.start..elements.end.next_multiple_of(RUN);
-            if let Some(shape) = self.matrix(entry) {
-                matrices.push(Matrix { elements, group, shape, columns: entry.matrices() });
-                if matrices.iter().map(|matrix| matrix.elements.len()).sum::<usize>() >= AT_ONCE {
-                    self.queue_matrices(step, &mut arguments, &std::mem::take(&mut matrices))?;
-                }
-                continue;
-            }
-            match &mut others {
-                Some((before, of_before)) if *of_before == group && before.end == elements.start => {
-                    before.end = elements.end;
-                }
-                before => {
-                    if let Some((before, group)) = before.replace((elements, group)) {
+            match (self.matrix(entry), &mut others) {
+                (None, Some((before, of_before))) if *of_before == group => before.end = elements.end,
+                (matrix, before) => {
+                    if let Some((before, group)) = before.take() {
                         self.queue_others(step, arguments.part(before), group)?;
+                    }
+                    match matrix {
+                        None => *before = Some((elements, group)),
+                        Some(shape) => {
+                            let matrix = (shape, entry.matrices());
+                            self.queue_matrix(step, arguments.part(elements), group, matrix)?;
+                        }
                     }
                 }
             }
         }
-        self.queue_matrices(step, &mut arguments, &matrices)?;
         others.map_or(Ok(()), |(others, group)| self.queue_others(step, arguments.part(others), group))
     }
 }
@@ -205,50 +198,35 @@ impl Muon {
         ops::adamw(step, &mut weights, copy, &gradients, first, second, &hyper, one_group, squared_norm)
     }
 
-    /// Queues the update of matrices, and of the zeros after each.
+    /// Queues the update of a parameter of this group and shape, which consists of these matrices,
+    /// and of the zeros after it.
     #[track_caller]
-    fn queue_matrices<'s>(
+    fn queue_matrix<'s>(
         &self,
         step: &Step<'s>,
-        arguments: &mut UpdateArguments<'_, 's>,
-        matrices: &[Matrix<'_>],
+        of: UpdateArguments<'_, 's>,
+        group: usize,
+        (shape, matrices): ([usize; 2], &[usize]),
     ) -> Result<()> {
-        let one_group = None::<&Lent<'_, 's, u32>>;
-        let mut updates = Vec::with_capacity(matrices.len());
-        for Matrix { elements, group, shape, columns } in matrices {
-            let UpdateArguments { gradients, state, settings, squared_norm, .. } = arguments.part(elements.clone());
-            let [mut momentum, _] = expect_state("muon", self.state(), state)?;
-            let mut values = ops::fill(step, [elements.len()], 0.0)?;
-            let (no_copy, hyper) = (None::<&mut Tensor<'s, bf16>>, Slot(settings, *group).part(Slot::DIRECTION));
-            ops::sgd(step, &mut values, no_copy, &gradients, &mut momentum, &hyper, one_group, squared_norm)?;
-            updates.push(ops::Matrices { values, shape: *shape, columns });
+        let UpdateArguments { mut weights, mut copy, has_copy, gradients, state, settings, squared_norm, .. } = of;
+        let [mut momentum, _] = expect_state("muon", self.state(), state)?;
+        let (slot, one_group) = (Slot(settings, group), None::<&Lent<'_, 's, u32>>);
+        let mut update = ops::fill(step, weights.shape(), 0.0)?;
+        let (no_copy, hyper) = (None::<&mut Tensor<'s, bf16>>, slot.part(Slot::DIRECTION));
+        ops::sgd(step, &mut update, no_copy, &gradients, &mut momentum, &hyper, one_group, squared_norm)?;
+        if has_copy {
+            ops::orthogonalize_assign::<bf16>(step, &mut update, shape, matrices, RMS)?;
+        } else {
+            ops::orthogonalize_assign::<f32>(step, &mut update, shape, matrices, RMS)?;
         }
-        match arguments.has_copy {
-            true => ops::orthogonalize_assign::<bf16>(step, &mut updates, RMS)?,
-            false => ops::orthogonalize_assign::<f32>(step, &mut updates, RMS)?,
-        }
-        for (Matrix { elements, group, .. }, update) in matrices.iter().zip(updates) {
-            let UpdateArguments { mut weights, mut copy, settings, squared_norm, .. } =
-                arguments.part(elements.clone());
-            // The momentum of the step is 0.
-            let mut velocity = ops::fill(step, weights.shape(), 0.0)?;
-            let (hyper, update) = (Slot(settings, *group).part(Slot::STEP), update.values);
-            ops::sgd(step, &mut weights, copy.as_mut(), &update, &mut velocity, &hyper, one_group, squared_norm)?;
-            step.free(velocity);
-            step.free(update);
-        }
+        // The momentum of the step is 0.
+        let mut velocity = ops::fill(step, weights.shape(), 0.0)?;
+        let hyper = slot.part(Slot::STEP);
+        ops::sgd(step, &mut weights, copy.as_mut(), &update, &mut velocity, &hyper, one_group, squared_norm)?;
+        step.free(velocity);
+        step.free(update);
         Ok(())
     }
-}
-
-/// A parameter that is updated as a matrix, or as several.
-struct Matrix<'p> {
-    /// Its elements, and the zeros after them.
-    elements: Range<usize>,
-    group: usize,
-    shape: [usize; 2],
-    /// The columns of each matrix, or none for one matrix.
-    columns: &'p [usize],
 }
 
 /// The settings of all groups, and the number of a group. A group's settings have a part for each

@@ -9,8 +9,8 @@ use stepscope::bf16;
 use stepscope::models::ModelConfig;
 use stepscope_predict::{Forecast, Gpu, Kernels};
 
-/// The sizes of a published model: vocabulary, width, hidden columns (in a mixture, of an expert),
-/// layers, heads of queries and of keys, columns of a head.
+/// The sizes of a published model: vocabulary, width, hidden columns, layers, heads of queries and
+/// of keys, columns of a head.
 type Sizes = [usize; 7];
 
 /// The models, with their families and whether head and token table are one.
@@ -24,9 +24,8 @@ const MODELS: [(&str, &str, Sizes, bool); 7] = [
     ("Llama-3.1-8B", "llama", [128_256, 4096, 14_336, 32, 32, 8, 128], false),
 ];
 /// Larger models, of which only adapters are trained, but for the first one in small memory.
-const LARGER: [(&str, &str, Sizes, bool); 4] = [
+const LARGER: [(&str, &str, Sizes, bool); 3] = [
     ("Qwen3-14B", "qwen3", [151_936, 5120, 17_408, 40, 40, 8, 128], false),
-    ("Qwen3-30B-A3B", "qwen3_moe", [151_936, 2048, 768, 48, 32, 4, 128], false),
     ("Qwen3-32B", "qwen3", [151_936, 5120, 25_600, 64, 64, 8, 128], false),
     ("Llama-3.3-70B", "llama", [128_256, 8192, 28_672, 80, 64, 8, 128], false),
 ];
@@ -38,18 +37,12 @@ const GIB: f64 = (1 << 30) as f64;
 
 fn config((_, family, sizes, tied): (&str, &str, Sizes, bool)) -> ModelConfig {
     let [vocabulary, width, hidden, layers, heads, kv_heads, head] = sizes;
-    let mut json = json!({
+    let json = json!({
         "model_type": family, "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": hidden,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head,
         "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": tied,
         "sliding_window": null, "hidden_act": "silu",
     });
-    if family == "qwen3_moe" {
-        let experts = json!({
-            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": true, "moe_intermediate_size": hidden,
-        });
-        json.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
-    }
     ModelConfig::from_json(json.to_string().as_bytes()).unwrap()
 }
 

@@ -45,4 +45,4 @@ pub use linear::{
     gemm_into, gradients_into, grouped_linear, linear, linear_gelu, linear_residual, linear_silu, linear_swiglu, matmul,
 };
 pub use low_rank::{LOW_RANK_PARTS, LOW_RANK_UNIT, LowRank, LowRankDropout, LowRankPart};
-pub use orthogonalize::{Matrices, orthogonalize_assign};
+pub use orthogonalize::orthogonalize_assign;
