@@ -3,6 +3,13 @@
 use crate::case::{Case, Run, both};
 use stepscope::{Result, ops};
 
+/// Sets a soft cap for two of three seeds, and adds it to the operands. 0 means none.
+fn capped(c: &Case<'_, '_>, form: ops::LmHeadConfig) -> Result<ops::LmHeadConfig> {
+    let cap = if c.seed % 3 == 0 { 0 } else { 6 };
+    c.given("cap", [1], &[cap])?;
+    Ok(form.soft_cap((cap > 0).then_some(cap as f32)))
+}
+
 pub(crate) const CASES: &[&[(&str, Run)]] = &[
     &both!("squared_error", <S>, |c| {
         let shape @ [rows, cols] = c.extents([70, 300]);
@@ -55,6 +62,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
             _ => (ops::LmHeadConfig::default().tied(), [vocabulary, width]),
         };
         c.given("tied", [1], &[u32::from(form.tied)])?;
+        let form = capped(c, form)?;
         let (hidden, w) = (c.operand::<S>("hidden", [rows, width])?, c.operand::<S>("w", shape)?);
         let mut labels = c.belows(rows, vocabulary);
         labels.iter_mut().skip(3).step_by(5).for_each(|label| *label = ops::IGNORED);
@@ -76,6 +84,7 @@ pub(crate) const CASES: &[&[(&str, Run)]] = &[
             _ => (ops::LmHeadConfig::default().tied(), [vocabulary, width]),
         };
         c.given("tied", [1], &[u32::from(form.tied)])?;
+        let form = capped(c, form)?;
         let (hidden, w) = (c.operand::<S>("hidden", [rows, width])?, c.operand::<S>("w", shape)?);
         let mut labels = c.belows(rows, vocabulary);
         labels.iter_mut().skip(3).step_by(5).for_each(|label| *label = ops::IGNORED);
