@@ -12,6 +12,11 @@ pub enum Norm {
     Layer(LayerNorm),
     /// RMSNorm.
     Rms(RmsNorm),
+    /// RMSNorm without a gain.
+    RmsWithoutGain {
+        /// The term that keeps rows of zeros finite.
+        epsilon: f32,
+    },
 }
 
 impl Norm {
@@ -21,6 +26,7 @@ impl Norm {
         match self {
             Self::Layer(norm) => norm.forward(tape, x),
             Self::Rms(norm) => norm.forward(tape, x),
+            Self::RmsWithoutGain { epsilon } => tape.rms_norm(x, None, *epsilon),
         }
     }
 
@@ -35,6 +41,7 @@ impl Norm {
         match self {
             Self::Layer(norm) => norm.forward_residual(tape, x, residual),
             Self::Rms(norm) => norm.forward_residual(tape, x, residual),
+            Self::RmsWithoutGain { epsilon } => tape.rms_norm_residual(x, residual, None, *epsilon),
         }
     }
 }
