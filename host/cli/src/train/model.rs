@@ -12,7 +12,7 @@ use std::path::Path;
 use clap::ValueEnum;
 use serde_json::json;
 use stepscope::models::{ModelConfig, Transformer, WeightFiles};
-use stepscope::ops::{Activation, LabelRules, LmHeadConfig};
+use stepscope::ops::{Activation, LabelRules};
 use stepscope::optim::ParameterGroups;
 use stepscope::parameters::{FrozenType, GradientType, MasterType, ParameterEntry, StateType};
 use stepscope::tensor::{Indices, Saved};
@@ -188,7 +188,7 @@ impl<S: Activation> stepscope::Model<S> for Gpt<S> {
         if self.mode.preferences.is_some() {
             return Ok(self.loss_with_figures(tape, hidden, batch)?.0);
         }
-        let (labels, form) = (batch.indices(1)?, LmHeadConfig::default().tied());
+        let (labels, form) = (batch.indices(1)?, self.layers.head_config());
         if !self.mode.counted {
             return tape.linear_cross_entropy(hidden, self.layers.head(), labels, form);
         }
