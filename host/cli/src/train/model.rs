@@ -56,6 +56,21 @@ pub(crate) fn config(size: Size, arch: Arch, vocabulary: usize, context: usize) 
     ModelConfig::from_json(json.to_string().as_bytes()).expect("a supported configuration")
 }
 
+/// Returns the configuration of a new nanochat: as many layers as its depth, 64 columns for each of
+/// them, and heads of 128. The columns are rounded up to whole heads.
+pub(crate) fn nanochat(depth: usize, vocabulary: usize, context: usize) -> ModelConfig {
+    const HEAD: usize = 128;
+    let width = (64 * depth).next_multiple_of(HEAD);
+    let json = json!({
+        "model_type": "nanochat", "architectures": ["NanoChatForCausalLM"], "hidden_act": "relu2",
+        "vocab_size": vocabulary, "max_position_embeddings": context, "hidden_size": width,
+        "num_hidden_layers": depth, "num_attention_heads": width / HEAD, "num_key_value_heads": width / HEAD,
+        "head_dim": HEAD, "intermediate_size": 4 * width, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+        "final_logit_softcapping": 15.0, "tie_word_embeddings": false, "attention_bias": false,
+    });
+    ModelConfig::from_json(json.to_string().as_bytes()).expect("a supported configuration")
+}
+
 /// Returns an error for weights in four bits, which train only adapters. Training the decoded
 /// weights would take the memory of the whole model and export it in another type.
 pub(crate) fn check_trainable(folder: &Path, files: &WeightFiles, config: &ModelConfig) -> Outcome<()> {
