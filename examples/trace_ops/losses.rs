@@ -3,9 +3,10 @@
 use crate::case::{Case, Run, both};
 use stepscope::{Result, ops};
 
-/// Sets a soft cap for two of three seeds, and adds it to the operands. 0 means none.
+/// Sets a soft cap for all seeds but 1, and adds it to the operands. 0 means none. The gradient of
+/// hidden has two terms for seed 1, which nearly cancel under a cap.
 fn capped(c: &Case<'_, '_>, form: ops::LmHeadConfig) -> Result<ops::LmHeadConfig> {
-    let cap = if c.seed % 3 == 0 { 0 } else { 6 };
+    let cap = if c.seed == 1 { 0 } else { 6 };
     c.given("cap", [1], &[cap])?;
     Ok(form.soft_cap((cap > 0).then_some(cap as f32)))
 }
