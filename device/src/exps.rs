@@ -1,5 +1,4 @@
-//! exp(x - m) of a row, where m is its largest element: the basis of softmax and cross-entropy. The
-//! elements may have a soft cap first.
+//! exp(x - m) of a row, where m is its largest element: the basis of softmax and cross-entropy.
 //!
 //! The lanes of a row make two passes over it (see [`warp`](crate::warp) for their columns):
 //!
@@ -12,7 +11,6 @@
 //! nothing above -infinity, has the sum NaN.
 
 use crate::math;
-use crate::soft_cap::SoftCap;
 use crate::stored::Stored;
 use crate::vector::{F4, VectorPart};
 use crate::warp::{Row, RowFragment, larger};
@@ -26,18 +24,17 @@ pub struct Exps<'k, const REGS: usize, S> {
     pub largest: f32,
     /// The sum of the row's exponentials.
     pub sum: f32,
-    cap: SoftCap,
     /// The exponentials if they are held; otherwise the row, to be read again.
     share: RowFragment<'k, REGS, S>,
 }
 
 impl<'k, const REGS: usize, S: Stored> Exps<'k, REGS, S> {
-    /// Computes the exponentials of a row of `x`, whose elements are capped first.
+    /// Computes the exponentials of a row of `x`.
     ///
     /// # Safety
     /// The row lies inside `x` and meets the requirements of [`RowFragment::new`] for `REGS`.
     #[inline(always)]
-    pub unsafe fn new(row: Row, x: &'k [S], cols: usize, cap: SoftCap) -> Self {
+    pub unsafe fn new(row: Row, x: &'k [S], cols: usize) -> Self {
         let mut largest = F4::splat(f32::NEG_INFINITY);
         let mut sum = F4::splat(0.0);
         // SAFETY: the row lies inside `x` and suits `REGS`.
@@ -48,13 +45,13 @@ impl<'k, const REGS: usize, S: Stored> Exps<'k, REGS, S> {
             });
             // `larger` may drop a NaN. The sum propagates it.
             let [a, b, c, d] = largest.0;
-            let largest = cap.of(row.combine(larger(larger(a, b), larger(c, d)), larger));
+            let largest = row.combine(larger(larger(a, b), larger(c, d)), larger);
             for_each_vector!(REGS, row, cols, |at, column, part| {
-                let exp = exps(share.get(at, column, part), largest, cap, part);
+                let exp = map4!(share.get(at, column, part) - F4::splat(largest), math::exp_negative);
                 share.hold(at, exp);
                 sum = sum + exp;
             });
-            Self { largest, sum: row.sum(sum), cap, share }
+            Self { largest, sum: row.sum(sum), share }
         }
     }
 
@@ -66,18 +63,6 @@ impl<'k, const REGS: usize, S: Stored> Exps<'k, REGS, S> {
     pub unsafe fn get(&self, at: usize, column: usize, part: VectorPart) -> F4 {
         // SAFETY: column and number are those of `for_each_vector` over the row.
         let value = unsafe { self.share.get(at, column, part) };
-        if REGS > 0 { value } else { exps(value, self.largest, self.cap, part) }
+        if REGS > 0 { value } else { map4!(value - F4::splat(self.largest), math::exp_negative) }
     }
-}
-
-/// Returns the exponentials of a vector's capped elements minus `largest`, the capped maximum. They
-/// are 0 past the row, where the elements are -infinity.
-///
-/// A capped element may exceed `largest` by roundings of tanh, for which
-/// [`exp_negative`](math::exp_negative) holds too.
-#[inline(always)]
-pub fn exps(values: F4, largest: f32, cap: SoftCap, part: VectorPart) -> F4 {
-    let exps = map4!(cap.of4(values) - F4::splat(largest), math::exp_negative);
-    // -infinity has become -cap.
-    if cap.is_none() { exps } else { exps.only(part) }
 }

@@ -55,7 +55,6 @@ pub mod pointwise_op;
 pub mod qkv_layout;
 pub mod rescale;
 pub mod row_chunk;
-pub mod soft_cap;
 pub mod split;
 #[allow(clippy::disallowed_methods, reason = "accesses memory for the kernels")]
 pub mod stored;

@@ -7,9 +7,9 @@
 #
 #     examples/nanochat/run.sh
 #
-# A nanochat of 12 layers, with 135 million weights, on a GPU, from data of your own:
+# A model of 124 or 350 million weights on a GPU, from data of your own:
 #
-#     DEPTH=12 TEXTS=fineweb/ CHATS=smoltalk.jsonl PAIRS=ultrafeedback.jsonl \
+#     SIZE=124m TEXTS=fineweb/ CHATS=smoltalk.jsonl PAIRS=ultrafeedback.jsonl \
 #         examples/nanochat/run.sh --device cuda --precision bf16
 #
 # Arguments are given to each training. UPDATES is the number of updates on documents, and OUT the
@@ -18,9 +18,9 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-target/nanochat}
 
-if [ -n "${DEPTH:-}" ]; then
+if [ -n "${SIZE:-}" ]; then
     data=("${TEXTS:?give documents}" "${CHATS:?give chats}" "${PAIRS:?give pairs of answers}")
-    base=(--data "${data[0]}" --depth "$DEPTH" --tokenizer bpe --optimizer muon --batch 32 --updates "${UPDATES:-5000}")
+    base=(--data "${data[0]}" --size "$SIZE" --arch qwen3 --tokenizer bpe --optimizer muon --batch 32 --updates "${UPDATES:-5000}")
     chats=(--batch 8 --epochs 1)
     pairs=(--batch 8 --epochs 1)
     features=(--features cuda)

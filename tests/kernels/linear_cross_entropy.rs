@@ -2,7 +2,7 @@
 //! ops for each chunk of rows, their gradients, and the memory that the first takes.
 
 use crate::gradients::{Case, SEEDS, extents, leaf, longest, normal};
-use crate::support::{Random, bits, on_each_device, relative_l2, tolerance};
+use crate::support::{Random, bits, on_each_device};
 use crate::trial::{Trial, assert_refused, assert_same, trial};
 use crate::{linear, softmax, transpose};
 use stepscope::ops::{self, Activation, Gemm, LabelRules, LmHeadConfig, Precision};
@@ -14,7 +14,6 @@ use stepscope::{
 };
 
 const WEIGHT: f32 = 1.0 / 3.0;
-const CAP: f32 = 1.5;
 const RULES: LabelRules = LabelRules { smoothing: 0.1, ignore: true, weight: Some(WEIGHT) };
 
 /// The inputs of the head: hidden `[rows, width]`, the matrix in the config's layout, and labels,
@@ -162,8 +161,7 @@ fn widened<S: Activation>(values: Vec<S>) -> Vec<f32> {
 fn rows_match<S: Activation>(device: &Device) {
     for ((extents, chunk), form) in SHAPES[..5].iter().copied().flat_map(|shape| forms().map(|form| (shape, form))) {
         let given = Given::<S>::new(extents, form.chunk(chunk));
-        // One of both forms has a cap.
-        let ([rows, width, _], form) = (extents, form.chunk(chunk).soft_cap(form.tied.then_some(CAP)));
+        let ([rows, width, _], form) = (extents, form.chunk(chunk));
         let rules = LabelRules { ignore: true, ..LabelRules::default() };
         let case = |trial: &Trial<'_, '_>| {
             let (x, w) = (trial.upload(&given.hidden, [rows, width])?, trial.upload(&given.w, given.matrix())?);
@@ -200,19 +198,10 @@ fn rows_match<S: Activation>(device: &Device) {
     }
 }
 
-/// Returns the capped logits in float64; w: `[width, vocabulary]`.
-fn capped_logits(hidden: &[f64], w: &[f64], width: usize, cap: Option<f32>) -> Vec<f64> {
-    let logits = linear::in_float64(hidden, w, &[], width, w.len() / width);
-    match cap.map(f64::from) {
-        Some(cap) => logits.into_iter().map(|logit| cap * (logit / cap).tanh()).collect(),
-        None => logits,
-    }
-}
-
 /// Returns the loss in float64; w: `[width, vocabulary]`.
-fn in_float64(hidden: &[f64], w: &[f64], labels: &[u32], width: usize, weight: f32, cap: Option<f32>) -> Vec<f64> {
+fn in_float64(hidden: &[f64], w: &[f64], labels: &[u32], width: usize, weight: f32) -> Vec<f64> {
     let (vocabulary, smoothing) = (w.len() / width, f64::from(RULES.smoothing));
-    let logits = capped_logits(hidden, w, width, cap);
+    let logits = linear::in_float64(hidden, w, &[], width, vocabulary);
     let row = |(x, &label): (&[f64], &u32)| {
         let logs: Vec<f64> = softmax::in_float64(x).iter().map(|p| -p.ln()).collect();
         (1.0 - smoothing) * logs[label as usize] + smoothing * logs.iter().sum::<f64>() / vocabulary as f64
@@ -263,7 +252,6 @@ on_each_device! {
             let mut labels = random.belows(rows, vocabulary as u32);
             labels.iter_mut().skip(1).step_by(3).for_each(|label| *label = ops::IGNORED);
             let given = Given::<f32>::new([1, width, vocabulary], form);
-            let form = form.soft_cap((seed % 2 == 0).then_some(CAP));
             let values = vec![normal(&mut random, &[batch, tokens, width]), normal(&mut random, &given.matrix())];
             Case { sample: 60, ..Case::new("linear_cross_entropy_of_rows", seed, longest(&[rows, width, vocabulary]), values) }
                 .check(
@@ -275,7 +263,7 @@ on_each_device! {
                     |p| {
                         let across = transpose::in_float64(&p[1], vocabulary, width);
                         let w = if form.tied { &across } else { &p[1] };
-                        let logits = capped_logits(&p[0], w, width, form.soft_cap);
+                        let logits = linear::in_float64(&p[0], w, &[], width, vocabulary);
                         let loss = |(x, &label): (&[f64], &u32)| match label {
                             ops::IGNORED => 0.0,
                             label => -softmax::in_float64(x)[label as usize].ln(),
@@ -316,8 +304,7 @@ on_each_device! {
             let weight = 1.0 / rows as f32;
             let given = Given::<f32>::new([1, width, vocabulary], form);
             let values = vec![normal(&mut random, &[batch, tokens, width]), normal(&mut random, &given.matrix())];
-            let cap = (seed % 2 == 1).then_some(CAP);
-            let form = given.form.rules(RULES.weighted(weight)).chunk(1).soft_cap(cap);
+            let form = given.form.rules(RULES.weighted(weight)).chunk(1);
             Case { sample: 60, ..Case::new("linear_cross_entropy", seed, longest(&[rows, width, vocabulary]), values) }
                 .check(
                     device,
@@ -327,71 +314,10 @@ on_each_device! {
                     },
                     |p| {
                         let across = transpose::in_float64(&p[1], vocabulary, width);
-                        in_float64(&p[0], if form.tied { &across } else { &p[1] }, &labels, width, weight, cap)
+                        in_float64(&p[0], if form.tied { &across } else { &p[1] }, &labels, width, weight)
                     },
                 );
         }
-    }
-
-    /// Rows that a warp or a block holds or reads again, with logits far beyond the cap among them:
-    /// the loss has the bits of that of capped logits, and the gradients are those in float64.
-    fn capped_against_float64(device: &Device) {
-        for vocabulary in [1, 8, 301, 1030, 1028, 2049, 4100, 5003] {
-            let ([rows, width], form) = ([5, 6], LmHeadConfig::default().soft_cap(CAP));
-            let given = Given::<f32>::new([rows, width, vocabulary], form);
-            let hidden: Vec<f32> = given.hidden.iter().map(|x| 3.0 * x).collect();
-            let (loss, of_capped, dx, dw) = trial(device, |trial| {
-                let (x, w) = (trial.upload(&hidden, [rows, width])?, trial.upload(&given.w, given.matrix())?);
-                let labels = trial.upload_indices(&given.labels, [rows])?;
-                let (loss, dx, dw) = given.tried(trial, [&x, &w], &labels)?;
-                let capped = given.with_scratch(trial, || {
-                    let (product, mut logits) = (Gemm::new(rows, vocabulary, width), trial.empty([rows, vocabulary])?);
-                    ops::gemm_into(trial, &product, &x, &w, None::<&Tensor<'_>>, &mut logits)?;
-                    let tanh = ops::tanh(trial, &ops::scale(trial, &logits, 1.0 / CAP)?)?;
-                    Ok(ops::cross_entropy_by(trial, &ops::scale(trial, &tanh, CAP)?, &labels, RULES)?.0)
-                })?;
-                Ok((trial.output(&loss)?, trial.output(&capped)?, trial.output(&dx)?, trial.output(&dw)?))
-            });
-            assert_same(format!("{vocabulary} classes"), &loss, &of_capped);
-            let exact = |values: &[f32]| values.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
-            let (hidden, w) = (exact(&hidden), exact(&given.w));
-            let raw = linear::in_float64(&hidden, &w, &[], width, vocabulary);
-            let capped = capped_logits(&hidden, &w, width, Some(CAP));
-            assert!(vocabulary < 300 || raw.iter().any(|logit| logit.abs() > 4.0 * f64::from(CAP)));
-            let smoothing = f64::from(RULES.smoothing);
-            let mut dlogits = Vec::new();
-            for (row, &label) in capped.chunks_exact(vocabulary).zip(&given.labels) {
-                let of = |(class, (p, x)): (usize, (f64, &f64))| {
-                    let target = if class == label as usize { 1.0 - smoothing } else { 0.0 };
-                    let slope = 1.0 - (x / f64::from(CAP)).powi(2);
-                    if label == ops::IGNORED { 0.0 } else { f64::from(WEIGHT) * (p - target - smoothing / vocabulary as f64) * slope }
-                };
-                dlogits.extend(softmax::in_float64(row).into_iter().zip(row).enumerate().map(of));
-            }
-            let across = transpose::in_float64(&w, width, vocabulary);
-            let want_dx = linear::in_float64(&dlogits, &across, &[], vocabulary, width);
-            let want_dw = linear::in_float64(&transpose::in_float64(&hidden, rows, width), &dlogits, &[], rows, vocabulary);
-            for (what, got, want) in [("hidden", dx, want_dx), ("matrix", dw, want_dw)] {
-                let error = relative_l2(&got, &want);
-                // One class has a softmax of 1, and gradients of 0.
-                assert!(error <= tolerance(vocabulary) || vocabulary == 1, "{vocabulary} classes, {what}: {error:e}");
-                assert!(vocabulary > 1 || got.iter().all(|gradient| gradient.abs() < 1e-7), "{got:?}");
-            }
-        }
-    }
-
-    fn caps_that_are_refused(device: &Device) {
-        trial(device, |trial| {
-            let (x, w) = (trial.upload(&[1.0f32; 6], [2, 3])?, trial.upload(&[1.0f32; 12], [3, 4])?);
-            let labels = trial.upload_indices(&[0, 1], [2])?;
-            for cap in [0.0, -1.0, f32::NAN, f32::INFINITY, 1e-40] {
-                let form = LmHeadConfig::default().soft_cap(cap);
-                let words = ["a soft cap that is a normal number above 0", &cap.to_string()];
-                assert_refused(ops::linear_cross_entropy(trial, &x, &w, &labels, &form), &words);
-                assert_refused(ops::linear_cross_entropy_of_rows(trial, &x, &w, &labels, &form), &words);
-            }
-            Ok(())
-        });
     }
 
     /// The gradients are not scaled if the op gives the tape's loss. A table that is also the
@@ -424,7 +350,7 @@ on_each_device! {
         // The embedding's rows are added to the head's gradient.
         let [of_head, of_table] = [head, table].map(|w| alone.read(w).unwrap());
         let sum: Vec<f64> = of_head.iter().zip(&of_table).map(|(a, b)| f64::from(*a) + f64::from(*b)).collect();
-        let error = relative_l2(&tied.read(table).unwrap(), &sum);
+        let error = crate::support::relative_l2(&tied.read(table).unwrap(), &sum);
         assert!(error < 1e-6 && of_head.iter().any(|&x| x != 0.0), "{error:e}");
         // The op's own gradient, bit for bit.
         let mut arena = Arena::builder(device).capacity(Capacity::mib(4)).build().unwrap();

@@ -384,13 +384,13 @@ stored_as_each! {
 }
 
 attack! {
-    loss::cross_entropy by is_capped <S> {
+    loss::cross_entropy<S> {
         logits: stored 24, labels: u32s 3, classes: number 8, weight: float 1.0, scale: float 1.0, smoothing: float 0.1,
-        ignore: number 1, soft_cap: float 1.0, gradients: number 1, losses: out 1, dlogits: out_stored 24,
+        ignore: number 1, gradients: number 1, losses: out 1, dlogits: out_stored 24,
     }
-    loss::cross_entropy_of_rows by is_capped <S> {
-        logits: stored 24, labels: u32s 3, classes: number 8, soft_cap: float 1.0, gradients: number 0, dlosses: f32s 0,
-        losses: out 3, dlogits: out_stored 0,
+    loss::cross_entropy_of_rows<S> {
+        logits: stored 24, labels: u32s 3, classes: number 8, gradients: number 0, dlosses: f32s 0, losses: out 3,
+        dlogits: out_stored 0,
     }
     loss::element_loss<S> {
         x: stored 9, target: f32s 9, function: number 1, weight: float 1.0, scale: float 1.0, losses: out 1,

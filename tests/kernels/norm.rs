@@ -241,25 +241,6 @@ on_each_device! {
         }
     }
 
-    fn gradient_without_gain(device: &Device) {
-        for seed in SEEDS {
-            let mut random = Random::new(seed);
-            let [rows, cols] = extents(&mut random, seed, [13, 41]);
-            let epsilon = if cols == 1 { 0.5 } else { 1e-6 };
-            let values = vec![normal(&mut random, &[rows, cols]), normal(&mut random, &[rows, cols])];
-            Case::new("rms_norm without a gain", seed, 2 * longest(&[rows, cols]), values).check(device, |_, tape, p| {
-                let x = tape.rms_norm(&leaf(tape, p[0])?, None, epsilon)?;
-                let [h, y] = tape.rms_norm_residual(&x, &leaf(tape, p[1])?, None, epsilon)?;
-                y.add(h.tanh()?)
-            }, |p| {
-                let (ones, epsilon) = (vec![1.0; cols], f64::from(epsilon));
-                let x = in_float64(&p[0], &ones, epsilon);
-                let h: Vec<f64> = x.iter().zip(&p[1]).map(|(x, residual)| x + residual).collect();
-                in_float64(&h, &ones, epsilon).iter().zip(&h).map(|(y, h)| y + h.tanh()).collect()
-            });
-        }
-    }
-
     /// The bits after a residual are those of the norm of the sum.
     fn residual(device: &Device) {
         for shape in ROWS {

@@ -119,20 +119,6 @@ on_each_device! {
         }
     }
 
-    fn gradient_without_gains(device: &Device) {
-        for seed in SEEDS {
-            let mut random = Random::new(seed);
-            let (heads, width, batch, stacked) = FORMS[seed as usize];
-            let shape = shape_of(heads, width, batch, stacked);
-            let operands = vec![normal(&mut random, &shape.as_rows())];
-            let length = longest(&[width, shape.elements() / width]);
-            Case { sample: 50, ..Case::new("qk_norm without gains", seed, length, operands) }.check(device, |_, tape, p| {
-                let qkv = leaf(tape, p[0])?.reshape(shape)?;
-                tape.qk_norm(&qkv, None, 0.1, &AttentionConfig::new(heads[0]).kv_heads(heads[1]))
-            }, |p| in_float64(&p[0], &vec![1.0; 2 * width], heads, width, stacked, f64::from(0.1f32)));
-        }
-    }
-
     /// Attention with a norm, in shapes that the kernel for few tokens does not support.
     fn gradient_with_attention(device: &Device) {
         for seed in SEEDS {

@@ -62,8 +62,7 @@ fn angle(rotary: Rotary, width: usize, tokens: usize, token: usize, pair: usize)
             frequency / f64::from(if is_long { long[pair] } else { short[pair] })
         }
     };
-    let angle = (f64::from(rotary.offset) + token as f64) * scaled;
-    if rotary.reversed { -angle } else { angle }
+    (f64::from(rotary.offset) + token as f64) * scaled
 }
 
 fn gain(rotary: Rotary) -> f64 {
@@ -169,10 +168,8 @@ on_each_device! {
     /// Scaled frequencies, forward and backward, of all columns and of some.
     fn scaled_against_float64(device: &Device) {
         for (scaling, (heads, width, extents)) in SCALINGS.into_iter().flat_map(|scaling| FORMS.map(|form| (scaling, form))) {
-            for (base, columns, offset, reversed) in
-                [(500_000.0, None, 0, false), (500_000.0, Some(8), 3, true), (1e6, Some(width), 9000, false)]
-            {
-                let rotary = Rotary { base, offset, columns, reversed, scaling };
+            for (base, columns, offset) in [(500_000.0, None, 0), (500_000.0, Some(8), 3), (1e6, Some(width), 9000)] {
+                let rotary = Rotary { base, offset, columns, scaling };
                 let x = Random::new(width as u64).normals(extents.iter().product());
                 let [y, back] = turned(device, &x, rotary, heads, extents);
                 let exact: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
@@ -210,19 +207,6 @@ on_each_device! {
                 let [chosen, _] = turned(device, &x, rotary.for_positions(positions), heads, extents);
                 assert_eq!(chosen, y, "{rotary:?}");
             }
-        }
-    }
-
-    /// A reversed rotation has the bits of the backward pass of the other one, and the reverse.
-    fn reversed_is_backward(device: &Device) {
-        let long = PairFactors::new(&[1.5; 16]).unwrap();
-        let long = RotaryScaling::Long { short: long, long, context: 4, gain: 1.19 };
-        for scaling in [RotaryScaling::None, long] {
-            let rotary = Rotary { scaling, ..LARGE_OFFSET };
-            let x = Random::new(6).normals(2 * 7 * 96);
-            let [y, back] = turned(device, &x, rotary, [1, 1], &[2, 7, 96]);
-            let reversed = turned(device, &x, Rotary { reversed: true, ..rotary }, [1, 1], &[2, 7, 96]);
-            assert!(y != back && reversed == [back, y], "{scaling:?}");
         }
     }
 

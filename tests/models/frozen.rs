@@ -4,6 +4,7 @@
 use super::support::{Random, bits, on_each_device};
 use stepscope::capture::{CaptureInputs, Output};
 use stepscope::models::{Lora, ModelConfig, Targets, Transformer};
+use stepscope::ops::LmHeadConfig;
 use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::prelude::*;
 use stepscope::tensor::{Indices, Saved};
@@ -76,7 +77,7 @@ impl Training {
     fn learn<'s>(&mut self, step: &Step<'s>, ids: Indices<'s>, documents: Saved<'s, u32>) -> Result<Saved<'s>> {
         let tape = Tape::new(step, &self.parameters);
         let hidden: Var<'s> = self.model.forward(&tape, ids, Some(documents))?;
-        let loss = tape.linear_cross_entropy(&hidden, self.model.head(), ids, self.model.head_config())?;
+        let loss = tape.linear_cross_entropy(&hidden, self.model.head(), ids, LmHeadConfig::default().tied())?;
         let value = *loss.value();
         tape.backward_overwrite(&loss, &mut self.gradients)?;
         Ok(value)

@@ -11,6 +11,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use stepscope::files::StateDict;
 use stepscope::models::{Lora, ModelConfig, Targets, Transformer, WeightFiles, Weights};
+use stepscope::ops::LmHeadConfig;
 use stepscope::parameters::{FrozenType, ParameterEntry};
 use stepscope::prelude::*;
 
@@ -68,7 +69,8 @@ impl Adapted {
         let ids = step.upload_indices(&self.expected.ids, self.expected.shape)?;
         let labels = step.upload_indices(&self.expected.labels, self.expected.shape)?;
         let hidden = self.model.forward(tape, ids, None)?;
-        let loss = tape.linear_cross_entropy(&hidden, self.model.head(), labels, self.model.head_config())?;
+        let head = LmHeadConfig::default().tied();
+        let loss = tape.linear_cross_entropy(&hidden, self.model.head(), labels, head)?;
         Ok((hidden, loss))
     }
 

@@ -84,11 +84,6 @@ FAMILIES = {
     "qwen3_moe_balanced": lambda: T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(
         **{**LLAMA, "num_hidden_layers": 3}, **MOE, num_experts=6, head_dim=16, moe_intermediate_size=8, norm_topk_prob=True,
         mlp_only_layers=[1], pad_token_id=0, **BALANCED, **rope(10000.0))),
-    "nanochat": lambda: T.NanoChatForCausalLM(T.NanoChatConfig(
-        **LLAMA, final_logit_softcapping=0.75, pad_token_id=0, **rope(10000.0))),
-    "gemma3_capped": lambda: T.Gemma3ForCausalLM(T.Gemma3TextConfig(
-        **LLAMA, head_dim=16, sliding_window=5, query_pre_attn_scalar=24, final_logit_softcapping=0.75,
-        layer_types=["sliding_attention", "full_attention"], pad_token_id=0)),
 }
 
 

@@ -19,11 +19,11 @@ import transformers as T
 POSITION = 100
 
 
-def rotated(rotary, positions, kind, sign):
+def rotated(rotary, positions, kind):
     """Returns the first, second and third quarter and the last of the first half of a rotated head of ones."""
     extra = (kind,) if kind else ()
     cos, sin = rotary(torch.zeros(1, 1, 1), torch.tensor([positions]), *extra)
-    values = (cos - sign * sin)[0, 0].tolist()
+    values = (cos - sin)[0, 0].tolist()
     half = len(values) // 2
     return [values[at] for at in (0, half // 4, half // 2, half - 1)]
 
@@ -42,11 +42,10 @@ def expected(config):
         everywhere = config.model_type in ("mistral", "phi3")
         kind = {"window": config.sliding_window if everywhere else getattr(attention, "sliding_window", None)}
         layer_type = config.layer_types[number] if config.model_type == "gemma3_text" else None
-        sign = -1 if config.model_type == "nanochat" else 1
         if rotary is not None and getattr(attention, "use_rope", True):
-            kind["rotated"] = rotated(rotary, [POSITION], layer_type, sign)
+            kind["rotated"] = rotated(rotary, [POSITION], layer_type)
             if scaling.get("rope_type") == "longrope":
-                kind["long"] = rotated(rotary, [POSITION, scaling["original_max_position_embeddings"]], layer_type, sign)
+                kind["long"] = rotated(rotary, [POSITION, scaling["original_max_position_embeddings"]], layer_type)
         if kind not in kinds:
             kinds.append(kind)
         layers += str(kinds.index(kind))

@@ -134,22 +134,15 @@ def dropout(x, generator, p):
     return jnp.where(words < numpy.uint64(float(p[0]) * 2**32), 0.0, x / (1 - p))
 
 
-def capped(logits, cap):
-    """Applies a soft cap, unless it is 0."""
-    cap = int(cap[0])
-    return cap * jnp.tanh(logits / cap) if cap else logits
+def linear_cross_entropy(hidden, w, labels, weight, smoothing, tied):
+    return cross_entropy_by(hidden @ (w.T if int(tied[0]) else w), labels, weight, smoothing)
 
 
-def linear_cross_entropy(hidden, w, labels, weight, smoothing, tied, cap):
-    return cross_entropy_by(capped(hidden @ (w.T if int(tied[0]) else w), cap), labels, weight, smoothing)
-
-
-def linear_cross_entropy_bf16(hidden, w, labels, weight, smoothing, tied, cap, dy):
+def linear_cross_entropy_bf16(hidden, w, labels, weight, smoothing, tied, dy):
     """Computes with logits and their gradients stored as BF16; those of hidden and w are their
     products."""
     across = w.T if int(tied[0]) else w
-    loss_of = lambda logits: cross_entropy_by(capped(logits, cap), labels, weight, smoothing)  # noqa: E731
-    loss, backward = jax.vjp(loss_of, to_bf16(hidden @ across))
+    loss, backward = jax.vjp(lambda logits: cross_entropy_by(logits, labels, weight, smoothing), to_bf16(hidden @ across))
     [dlogits] = backward(dy)
     dw = hidden.T @ to_bf16(dlogits)
     return {"y": loss, "dhidden": to_bf16(dlogits) @ across.T, "dw": dw.T if int(tied[0]) else dw}
@@ -161,14 +154,14 @@ def cross_entropy_of_rows(logits, labels):
     return jnp.where(counted, -chosen[:, 0], 0.0)
 
 
-def linear_cross_entropy_of_rows(hidden, w, labels, tied, cap):
-    return cross_entropy_of_rows(capped(hidden @ (w.T if int(tied[0]) else w), cap), labels)
+def linear_cross_entropy_of_rows(hidden, w, labels, tied):
+    return cross_entropy_of_rows(hidden @ (w.T if int(tied[0]) else w), labels)
 
 
-def linear_cross_entropy_of_rows_bf16(hidden, w, labels, tied, cap, dy):
+def linear_cross_entropy_of_rows_bf16(hidden, w, labels, tied, dy):
     """Computes like linear_cross_entropy_bf16."""
     across = w.T if int(tied[0]) else w
-    losses, backward = jax.vjp(lambda logits: cross_entropy_of_rows(capped(logits, cap), labels), to_bf16(hidden @ across))
+    losses, backward = jax.vjp(lambda logits: cross_entropy_of_rows(logits, labels), to_bf16(hidden @ across))
     [dlogits] = backward(dy)
     dw = hidden.T @ to_bf16(dlogits)
     return {"y": losses, "dhidden": to_bf16(dlogits) @ across.T, "dw": dw.T if int(tied[0]) else dw}

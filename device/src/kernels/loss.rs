@@ -15,16 +15,12 @@
 //! passes hit a cache only if few rows are in flight. A vocabulary's rows are some 100 KB each; one
 //! row per warp would exceed any GPU's cache.
 //!
-//! Kernels with a soft cap of the logits are separate: in one kernel, the functions tanh of four
-//! vectors at a time would take registers from rows without a cap.
-//!
 //! Invariant: a label that is not a class causes no access out of bounds. It makes the loss and the
 //! gradients of its row NaN, so that the error cannot pass unnoticed.
 
 use crate::block::{BLOCK, BLOCK_ELEMENTS, CHUNK, REDUCTION_BYTES, block_combine};
-use crate::exps::{Exps, exps};
+use crate::exps::Exps;
 use crate::math;
-use crate::soft_cap::SoftCap;
 use crate::stored::Stored;
 use crate::tile::SharedTile;
 use crate::vector::{F4, VectorPart, load, store};
@@ -44,16 +40,12 @@ family! {
     /// If `smoothing` s is above 0, the target is 1 - s for the label plus s / classes for each
     /// class. In the loss, the mean of `logits[r, c] - m` then replaces a share s of the label's
     /// term. If `ignore` is 1, a row with the label [`IGNORED`] has no loss, and its gradients are
-    /// 0. If `is_capped` is true, `soft_cap tanh(logits / soft_cap)` takes the place of the logits,
-    /// and `dlogits` has also the factor `1 - tanh(logits / soft_cap)^2`.
+    /// 0.
     ///
     /// Shapes: `logits`, `dlogits`: `[rows, classes]`, `labels`: `[rows]`, `losses`: one for each
     /// block of [`loss_rows`] rows. Rows with `labels[r] >= classes` give NaN. Overwrites `losses`
     /// and, if `gradients` is 1, `dlogits`. Otherwise `dlogits` is empty.
-    cross_entropy<S: Stored>(is_capped: bool as IS_CAPPED) {
-        false => { cross_entropy_f32: f32; cross_entropy_bf16: bf16; }
-        true => { cross_entropy_capped_f32: f32; cross_entropy_capped_bf16: bf16; }
-    }
+    cross_entropy<S: Stored> { cross_entropy_f32: f32; cross_entropy_bf16: bf16; }
     unsafe fn(
         logits: &[S],
         labels: &[u32],
@@ -62,7 +54,6 @@ family! {
         scale: f32,
         smoothing: f32,
         ignore: u32,
-        soft_cap: f32,
         gradients: u32,
         losses: *mut f32,
         dlogits: *mut S,
@@ -71,8 +62,7 @@ family! {
         // SAFETY: the row lies inside each argument, and its lanes stay converged. All threads
         // reach the block's reduction.
         unsafe {
-            let cap = if IS_CAPPED { SoftCap::new(soft_cap) } else { SoftCap::NONE };
-            let target = Target { weight, smoothing, ignore: ignore != 0, cap, gradients: gradients != 0 };
+            let target = Target { weight, smoothing, ignore: ignore != 0, gradients: gradients != 0 };
             let loss = if classes > MOST_OF_A_WARP {
                 loss_of_long_row(logits, labels, classes, target, dlogits)
             } else {
@@ -109,21 +99,17 @@ family! {
     /// losses[r] = log(t) - (logits[r, labels[r]] - m)               if `gradients` is 0
     /// dlogits[r, c] = dlosses[r] (p[r, c] - [c = labels[r]])        if `gradients` is 1
     /// ```
-    /// The soft cap is that of [`cross_entropy`]. Shapes: `logits`, `dlogits`: `[rows, classes]`,
-    /// `labels`, `losses`, `dlosses`: `[rows]`. A row with the label [`IGNORED`] has the loss 0, and
-    /// its gradients are 0. Other rows with `labels[r] >= classes` give NaN. If `gradients` is 1,
-    /// `losses` is empty. Otherwise `dlosses` and `dlogits` are. Overwrites the others.
+    /// Shapes: `logits`, `dlogits`: `[rows, classes]`, `labels`, `losses`, `dlosses`: `[rows]`. A
+    /// row with the label [`IGNORED`] has the loss 0, and its gradients are 0. Other rows with
+    /// `labels[r] >= classes` give NaN. If `gradients` is 1, `losses` is empty. Otherwise `dlosses`
+    /// and `dlogits` are. Overwrites the others.
     ///
     /// [`cross_entropy`]: struct@cross_entropy
-    cross_entropy_of_rows<S: Stored>(is_capped: bool as IS_CAPPED) {
-        false => { cross_entropy_of_rows_f32: f32; cross_entropy_of_rows_bf16: bf16; }
-        true => { cross_entropy_of_rows_capped_f32: f32; cross_entropy_of_rows_capped_bf16: bf16; }
-    }
+    cross_entropy_of_rows<S: Stored> { cross_entropy_of_rows_f32: f32; cross_entropy_of_rows_bf16: bf16; }
     unsafe fn(
         logits: &[S],
         labels: &[u32],
         classes: usize,
-        soft_cap: f32,
         gradients: u32,
         dlosses: &[f32],
         losses: *mut f32,
@@ -135,8 +121,7 @@ family! {
         unsafe {
             let target = |row: usize| {
                 let weight = if gradients != 0 { load(dlosses, row) } else { 1.0 };
-                let cap = if IS_CAPPED { SoftCap::new(soft_cap) } else { SoftCap::NONE };
-                Target { weight, smoothing: 0.0, ignore: true, cap, gradients: gradients != 0 }
+                Target { weight, smoothing: 0.0, ignore: true, gradients: gradients != 0 }
             };
             if classes > MOST_OF_A_WARP {
                 let loss = loss_of_long_row(logits, labels, classes, target(block), dlogits);
@@ -192,8 +177,6 @@ struct Target {
     weight: f32,
     smoothing: f32,
     ignore: bool,
-    /// The cap of the logits.
-    cap: SoftCap,
     /// True if gradients are written.
     gradients: bool,
 }
@@ -202,8 +185,8 @@ struct Target {
 #[derive(Clone, Copy)]
 struct Labelled {
     label: u32,
-    /// The label's capped logit. If the label is not a class, logit and weight are NaN, and so are
-    /// the row's loss and gradients.
+    /// The label's logit. If the label is not a class, logit and weight are NaN, and so are the
+    /// row's loss and gradients.
     logit: f32,
     weight: f32,
     /// The target's shares: of the label, and of each class. Without smoothing they are 1 and 0,
@@ -223,14 +206,14 @@ impl Labelled {
         logits: &[S],
         labels: &[u32],
         classes: usize,
-        Target { weight, smoothing, ignore, cap, .. }: Target,
+        Target { weight, smoothing, ignore, .. }: Target,
     ) -> Self {
         // SAFETY: the caller guarantees that the row lies inside. The label is checked before it
         // becomes an index.
         let (label, logit, weight) = unsafe {
             let label = load(labels, number);
             if (label as usize) < classes {
-                (label, cap.of(load(logits, start + label as usize).widen()), weight)
+                (label, load(logits, start + label as usize).widen(), weight)
             } else {
                 (label, f32::NAN, f32::NAN)
             }
@@ -239,15 +222,14 @@ impl Labelled {
         Self { label, logit, weight, of_label, of_each, is_ignored: ignore && label == IGNORED }
     }
 
-    /// Returns the gradients of the four logits from `column` on, from their exponentials, the
-    /// inverse of the row's sum, and the derivatives of the cap.
+    /// Returns the gradients of the four logits from `column` on, from their exponentials and the
+    /// inverse of the row's sum.
     #[inline(always)]
-    fn gradients(self, exps: F4, inverse: f32, column: usize, slopes: Option<F4>) -> F4 {
+    fn gradients(self, exps: F4, inverse: f32, column: usize) -> F4 {
         let [a, b, c, d] = (exps * F4::splat(inverse) - F4::splat(self.of_each)).0;
         let place_of_label = self.label.wrapping_sub(column as u32);
         let less = |place, p| if place == place_of_label { p - self.of_label } else { p };
         let gradients = F4([less(0, a), less(1, b), less(2, c), less(3, d)]) * F4::splat(self.weight);
-        let gradients = slopes.map_or(gradients, |slopes| gradients * slopes);
         if self.is_ignored { F4::splat(0.0) } else { gradients }
     }
 
@@ -281,13 +263,11 @@ unsafe fn loss_of_row<const REGS: usize, S: Stored>(
     // SAFETY: the row lies inside the arguments.
     unsafe {
         let labelled = Labelled::of_row(row.number, row.start, logits, labels, classes, target);
-        let cap = target.cap;
-        let exps = Exps::<REGS, _>::new(row, logits, classes, cap);
+        let exps = Exps::<REGS, _>::new(row, logits, classes);
         if target.gradients {
             let inverse = 1.0 / exps.sum;
             for_each_vector!(REGS, row, classes, |at, column, part| {
-                let slopes = cap.slopes_of(|| F4::load_part(logits, row.start + column, part, 0.0));
-                let gradients = labelled.gradients(exps.get(at, column, part), inverse, column, slopes);
+                let gradients = labelled.gradients(exps.get(at, column, part), inverse, column);
                 gradients.store_part(dlogits, row.start + column, part);
             });
         }
@@ -295,7 +275,7 @@ unsafe fn loss_of_row<const REGS: usize, S: Stored>(
         if target.smoothing != 0.0 {
             let mut sum = F4::splat(0.0);
             for_each_vector!(row, classes, |column, part| {
-                let value = cap.of4(F4::load_part(logits, row.start + column, part, 0.0)) - F4::splat(exps.largest);
+                let value = F4::load_part(logits, row.start + column, part, 0.0) - F4::splat(exps.largest);
                 sum = sum + value.only(part);
             });
             smoothed = Some(row.sum(sum));
@@ -338,24 +318,23 @@ unsafe fn loss_of_long_row<S: Stored>(
         });
         // `larger` may drop a NaN. The sum propagates it.
         let [a, b, c, d] = most.0;
-        let cap = target.cap;
-        let largest = cap.of(block_combine(reduction(1), larger(larger(a, b), larger(c, d)), larger));
+        let largest = block_combine(reduction(1), larger(larger(a, b), larger(c, d)), larger);
         let mut sum = F4::splat(0.0);
         for_each_vector!(row, classes, |column, part| {
-            let values = F4::load_part(logits, start + column, part, f32::NEG_INFINITY);
-            sum = sum + exps(values, largest, cap, part);
+            let value = F4::load_part(logits, start + column, part, f32::NEG_INFINITY) - F4::splat(largest);
+            sum = sum + map4!(value, math::exp_negative);
         });
         let sum = block_combine(reduction(2), sum4(sum), add);
         let inverse = 1.0 / sum;
         let mut differences = F4::splat(0.0);
         if target.gradients || target.smoothing != 0.0 {
             for_each_vector!(row, classes, |column, part| {
-                let values = F4::load_part(logits, start + column, part, f32::NEG_INFINITY);
+                let value = F4::load_part(logits, start + column, part, f32::NEG_INFINITY) - F4::splat(largest);
                 if target.gradients {
-                    let (exps, slopes) = (exps(values, largest, cap, part), cap.slopes_of(|| values));
-                    labelled.gradients(exps, inverse, column, slopes).store_part(dlogits, start + column, part);
+                    let gradients = labelled.gradients(map4!(value, math::exp_negative), inverse, column);
+                    gradients.store_part(dlogits, start + column, part);
                 }
-                differences = differences + (cap.of4(values) - F4::splat(largest)).only(part);
+                differences = differences + value.only(part);
             });
         }
         let smoothed =

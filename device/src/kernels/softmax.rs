@@ -14,7 +14,6 @@
 
 use crate::exps::Exps;
 use crate::math;
-use crate::soft_cap::SoftCap;
 use crate::stored::Stored;
 use crate::vector::F4;
 use crate::warp::{Row, RowFragment};
@@ -48,7 +47,7 @@ family! {
 unsafe fn forward<const REGS: usize, S: Stored>(row: Row, x: &[S], cols: usize, y: *mut S) {
     // SAFETY: the row lies inside `x` and `y`.
     unsafe {
-        let exps = Exps::<REGS, _>::new(row, x, cols, SoftCap::NONE);
+        let exps = Exps::<REGS, _>::new(row, x, cols);
         let inverse = 1.0 / exps.sum;
         for_each_vector!(REGS, row, cols, |at, column, part| {
             (exps.get(at, column, part) * F4::splat(inverse)).store_part(y, row.start + column, part);
@@ -122,7 +121,7 @@ family! {
 unsafe fn log_forward<const REGS: usize, S: Stored>(row: Row, x: &[S], cols: usize, y: *mut S) {
     // SAFETY: the row lies inside `x` and `y`.
     unsafe {
-        let exps = Exps::<REGS, _>::new(row, x, cols, SoftCap::NONE);
+        let exps = Exps::<REGS, _>::new(row, x, cols);
         let log = math::log(exps.sum);
         // The row is read again, because the registers hold its exponentials.
         for_each_vector!(REGS, row, cols, |_at, column, part| {

@@ -137,34 +137,6 @@ on_each_device! {
         assert!(output.status.success() && screen.contains("--- let\n"), "{screen}{errors}");
     }
 
-    /// `--depth` trains a nanochat, by Muon from projections of zero. Its folder is trained on, and
-    /// generates text.
-    fn depth_trains_a_nanochat(device: &Device) {
-        let (folder, data) = workplace();
-        let out = folder.path().join("out");
-        let output = gpt(device, &data, &out, "--depth 1 --optimizer muon");
-        assert!(output.status.success(), "{}", text(&output.stderr));
-        let losses = |out: &Path| -> Vec<f64> {
-            let report: Value = serde_json::from_slice(&fs::read(out.join("report.json")).unwrap()).unwrap();
-            report["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect()
-        };
-        let first = losses(&out);
-        // The first loss is that of equal probabilities: the head begins near 0.
-        assert!((first[0] - 256f64.ln()).abs() < 0.05 && first[3] < first[0], "{first:?}");
-        let theirs = out.join("transformers");
-        let config: Value = serde_json::from_slice(&fs::read(theirs.join("config.json")).unwrap()).unwrap();
-        let sizes = ["hidden_size", "num_attention_heads", "num_hidden_layers"].map(|key| config[key].as_u64().unwrap());
-        assert!(config["model_type"] == "nanochat" && sizes == [128, 1, 1], "{config}");
-        let theirs = theirs.to_str().unwrap();
-        let on = folder.path().join("on");
-        let output = gpt(device, &data, &on, &format!("--weights {theirs} --tokenizer bytes"));
-        assert!(output.status.success(), "{}", text(&output.stderr));
-        assert!(losses(&on)[0] < first[0], "{:?} after {first:?}", losses(&on));
-        let arguments = ["--weights", theirs, "--tokenizer", "bytes", "--tokens", "5", "--prompt", "let"];
-        let output = run("generate", device, &arguments);
-        assert!(output.status.success(), "{}", text(&output.stderr));
-    }
-
     /// `generate` writes the text that the training run wrote as its sample.
     fn generated_text_is_the_sample(device: &Device) {
         let (folder, data) = workplace();
@@ -294,12 +266,6 @@ fn bad_input_writes_nothing() {
     refused(&data, "--resume nothing.safetensors", "nothing.safetensors");
     refused(&data, "--weights nothing", "nothing: is no folder: give the folder of a model");
     refused(&data, "--batch 0", "--batch");
-    refused(&data, "--depth 0", "--depth");
-    for other in ["--arch llama", "--size 124m", "--weights nothing"] {
-        let name = other.split(' ').next().unwrap();
-        refused(&data, &format!("--depth 2 {other}"), "'--depth <LAYERS>' cannot be used with");
-        refused(&data, &format!("--depth 2 {other}"), name);
-    }
     refused(&data, "--top-p 0", "--top-p");
 }
 

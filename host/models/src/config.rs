@@ -24,8 +24,7 @@ const MAX_EXPERTS: usize = 1 << 16;
 /// The most weights, above any real model, so that no product of sizes overflows.
 const MAX_WEIGHTS: u128 = 1 << 42;
 
-/// A family of models, which decides the names and the layout of the tensors in a file, and the
-/// initial weights.
+/// A family of models, which decides the names and the layout of the tensors in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// GPT-2.
@@ -54,8 +53,6 @@ pub enum Family {
     Qwen3Moe,
     /// Mixtral.
     Mixtral,
-    /// nanochat, as transformers has it.
-    NanoChat,
 }
 
 /// A norm over the columns of a token.
@@ -65,8 +62,6 @@ pub enum NormKind {
     Layer,
     /// RMSNorm.
     Rms,
-    /// RMSNorm without a gain.
-    RmsWithoutGain,
 }
 
 /// The way in which a block adds attention and feed-forward part to its input x.
@@ -87,9 +82,6 @@ pub enum Residual {
 pub enum QkNormKind {
     /// A norm of each head, with gains that all heads share.
     Heads,
-    /// A norm of each head without gains, before the rotary positions. nanochat has it after them,
-    /// which differs in roundings.
-    HeadsWithoutGain,
     /// A norm of all heads of the queries together, and one of those of the keys.
     Projections,
 }
@@ -197,10 +189,6 @@ pub struct ModelConfig {
     pub score_scale: Option<f32>,
     /// The factor of the embedded tokens, if there is one.
     pub embedding_scale: Option<f32>,
-    /// True if the embedded tokens are normalized, by an RMSNorm without a gain.
-    pub embedding_norm: bool,
-    /// The soft cap c of the logits, if there is one: `c tanh(logits / c)` takes their place.
-    pub soft_cap: Option<f32>,
     /// The factor with which the auxiliary loss of the routers is a part of the loss, if it is one:
     /// `router_aux_loss_coef`, if `output_router_logits` is true.
     pub router_loss: Option<f32>,

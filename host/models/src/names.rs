@@ -203,11 +203,8 @@ impl Names {
         });
     }
 
-    /// Adds a norm, unless it has no parameters.
+    /// Adds a norm.
     fn norm(&mut self, name: &str, parameter: &str, width: usize) {
-        if self.norm == NormKind::RmsWithoutGain {
-            return;
-        }
         let part = |kind| vec![OutputRange { parameter: format!("{parameter}.{kind}"), first: 0, outputs: width }];
         self.vector(format!("{name}.weight"), self.gain, part("gain"));
         if self.norm == NormKind::Layer {
@@ -322,7 +319,7 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
             _ => "self_attn.o_proj",
         };
         names.linear(&format!("{file}.{output}"), config.output_bias, q, &[(&ours_of("attention.o_proj"), 0, width)]);
-        if let Some(kind) = config.qk_norm.filter(|kind| *kind != QkNormKind::HeadsWithoutGain) {
+        if let Some(kind) = config.qk_norm {
             for (name, columns) in [("q_norm", q), ("k_norm", k)] {
                 let parameter = ours_of(&format!("attention.{name}.gain"));
                 let outputs = if kind == QkNormKind::Heads { head_width } else { columns };
@@ -340,7 +337,6 @@ pub(crate) fn tensors(config: &ModelConfig) -> Vec<FileTensor> {
                 let [up, down] = match family {
                     Family::Gpt2 => ["mlp.c_fc", "mlp.c_proj"],
                     Family::Arcee => ["mlp.up_proj", "mlp.down_proj"],
-                    Family::NanoChat => ["mlp.fc1", "mlp.fc2"],
                     _ => ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"],
                 };
                 names.linear(&format!("{file}.{up}"), bias, width, &[(&ours_of("mlp.up"), 0, hidden)]);

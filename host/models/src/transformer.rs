@@ -6,19 +6,19 @@
 mod balance;
 mod cached;
 
-use crate::config::{Family, FeedForwardKind, LayerConfig, MixtureConfig, ModelConfig, NormKind, QkNormKind, Residual};
+use crate::config::{FeedForwardKind, LayerConfig, MixtureConfig, ModelConfig, NormKind, QkNormKind, Residual};
 use crate::lora::{AdaptedExperts, AdaptedLayer, Lora, PlannedPart};
 use crate::names;
 use crate::weights::{self, LowRankProduct};
 use cuda_std::float_mode;
-use stepscope_core::ops::{self, Activation, AttentionConfig, LmHeadConfig};
+use stepscope_core::ops::{self, Activation, AttentionConfig};
 use stepscope_core::{
     Error, FrozenType, Indices, Initializer, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder,
     Parameters, Result, Saved, Tape, Var,
 };
 use stepscope_train::nn::{
     AdapterPart, Embedding, ExpertAdapter, ExpertLinear, LayerNorm, Linear, Mixture, Mlp, MultiHeadAttention, Norm,
-    QueryKeyNorm, RmsNorm, Scope, SwiGlu,
+    RmsNorm, Scope, SwiGlu,
 };
 
 /// A decoder-only transformer: token table, blocks, a norm, and a head over the vocabulary.
@@ -60,10 +60,6 @@ impl Transformer {
     /// Builds the layers and the spec of their parameters, initialized as GPT-2. Matrices have a
     /// standard deviation of 0.02. Matrices before a residual connection have a smaller one, which
     /// falls with the number of layers.
-    ///
-    /// A nanochat is initialized as by its own code. Matrices before a residual connection are zero,
-    /// other matrices are uniform with a deviation of `1 / sqrt(inputs)`, the token table has a
-    /// deviation of 1, and the head one of 0.001.
     ///
     /// # Errors
     /// Never, since names are unique.
@@ -126,7 +122,10 @@ impl Transformer {
         };
         let layers = config.layers.len();
         spec.initialize(|entry| {
-            (entry.shape().extents().len() == 2).then(|| initializer(config.family, layers, entry))
+            let before_residual = ["o_proj.weight", "down.weight", "down_proj.weight"];
+            let share = if before_residual.iter().any(|end| entry.name().ends_with(end)) { 2 * layers } else { 1 };
+            let deviation = float_mode::in_default(|| 0.02 / (share as f32).sqrt());
+            (entry.shape().extents().len() == 2).then_some(Initializer::Normal { deviation })
         });
         let mut model = Self { config, tokens, positions, blocks, norm, head, recompute: false, frozen_blocks: layers };
         finish(&mut model, &mut spec)?;
@@ -299,11 +298,6 @@ impl Transformer {
         self.head
     }
 
-    /// Returns the layout of the head and the soft cap of its logits, for [`Tape::linear_cross_entropy`].
-    pub fn head_config(&self) -> LmHeadConfig {
-        LmHeadConfig::default().tied().soft_cap(self.config.soft_cap)
-    }
-
     /// Computes the input of the head, `[samples, tokens, width]`, for `ids`: `[samples, tokens]`.
     /// If there are `documents`, of the same shape, tokens attend only to their own document.
     ///
@@ -353,9 +347,6 @@ impl Transformer {
         mut scores: Option<&mut Vec<Var<'s, S>>>,
     ) -> Result<Var<'s, S>> {
         let mut x = self.tokens.forward(tape, ids)?;
-        if self.config.embedding_norm {
-            x = tape.rms_norm(&x, None, self.config.epsilon)?;
-        }
         if let Some(scale) = self.config.embedding_scale {
             x = x.mul(scale)?;
         }
@@ -410,10 +401,6 @@ impl Block {
             MultiHeadAttention { qkv, output, qk_norm: None, rotary, heads, sees, scale: config.score_scale };
         attention = match config.qk_norm {
             Some(QkNormKind::Heads) => attention.qk_norm(scope, head, config.epsilon),
-            Some(QkNormKind::HeadsWithoutGain) => {
-                let qk_norm = Some(QueryKeyNorm::HeadsWithoutGain { epsilon: config.epsilon });
-                MultiHeadAttention { qk_norm, ..attention }
-            }
             Some(QkNormKind::Projections) => attention.qk_norm_of_projections(scope, head, config.epsilon),
             None => attention,
         };
@@ -590,25 +577,6 @@ impl FeedForward {
     }
 }
 
-/// Returns the initial values of a matrix.
-fn initializer(family: Family, layers: usize, entry: &ParameterEntry) -> Initializer {
-    let name = entry.name();
-    let is_before_residual = ["o_proj.weight", "down.weight", "down_proj.weight"].iter().any(|end| name.ends_with(end));
-    if family == Family::NanoChat {
-        return match name {
-            "tokens.weight" => Initializer::Normal { deviation: 1.0 },
-            "head.weight" => Initializer::Normal { deviation: 0.001 },
-            _ if is_before_residual => Initializer::ZERO,
-            _ => {
-                let [inputs, _] = entry.shape().as_rows();
-                float_mode::in_default(|| Initializer::Uniform { bound: (3.0 / inputs as f32).sqrt() })
-            }
-        };
-    }
-    let share = if is_before_residual { 2 * layers } else { 1 };
-    Initializer::Normal { deviation: float_mode::in_default(|| 0.02 / (share as f32).sqrt()) }
-}
-
 /// Splits a name such as `blocks.0.attention.o_proj` into the number of its block and the rest.
 fn block_of(name: &str) -> Option<(usize, &str)> {
     let (number, name) = name.strip_prefix("blocks.")?.split_once('.')?;
@@ -627,7 +595,6 @@ fn norm(names: Scope<'_>, config: &ModelConfig) -> Norm {
     match config.norm {
         NormKind::Layer => Norm::Layer(LayerNorm { epsilon, ..LayerNorm::new(names, width) }),
         NormKind::Rms => Norm::Rms(RmsNorm { epsilon, ..RmsNorm::new(names, width) }),
-        NormKind::RmsWithoutGain => Norm::RmsWithoutGain { epsilon },
     }
 }
 

@@ -12,8 +12,8 @@ use super::case::{Case, both, each};
 use super::declared::{declared, declared_pointwise};
 use super::inputs::Inputs;
 use super::products::Bf16Kernel;
-use super::{aligned, attention, attention_mma, grouped, losses, products, products_tf32};
-use cuda_std::launch::Slice;
+use super::{aligned, attention, attention_mma, grouped, products, products_tf32};
+use cuda_std::launch::{PointerMut, Slice};
 use half::bf16;
 use kernels::checksum::{CHUNK, checksum};
 use kernels::companded::{Code, RUN_WORDS};
@@ -29,6 +29,7 @@ use kernels::flash_attention_wgmma::{
     flash_bwd_scores_wgmma, flash_forward_wgmma,
 };
 use kernels::guard::{PATTERN, guard_check, guard_write};
+use kernels::loss::cross_entropy_of_rows;
 use kernels::matmul::matmul;
 use kernels::matmul_bf16::matmul_bf16;
 use kernels::matmul_grouped::{matmul_grouped, matmul_grouped_of_bf16};
@@ -38,7 +39,7 @@ use kernels::matmul_wgmma_tf32::matmul_wgmma_tf32;
 use kernels::split::split;
 use kernels::update::{MasterType, RUN, StateType};
 use kernels::{along, fold, lstm, reduce, scalars, strided};
-use stepscope_core::{Device, DeviceKind, Element, Result, Source, Stored, Target, Tensor, ops};
+use stepscope_core::{Device, DeviceKind, Element, OnDevice, Result, Source, Stored, Target, Tensor, ops};
 
 /// Returns every GPU kernel and its case, in the order of the kernels' files.
 pub fn cases() -> Vec<(&'static str, Case)> {
@@ -403,10 +404,52 @@ const LISTED: &[Listed] = &[
             sums.iter().try_for_each(|sum| i.keep(sum))
         })
     }),
-    both!("cross_entropy", <S>, |i| losses::of_sum::<S>(i)),
-    both!("cross_entropy_capped", <S>, |i| losses::of_capped_sum::<S>(i)),
-    both!("cross_entropy_of_rows", <S>, |i| losses::of_rows::<S>(i, 0.0)),
-    both!("cross_entropy_of_rows_capped", <S>, |i| losses::of_rows::<S>(i, 1.5)),
+    both!("cross_entropy", <S>, |i| {
+        fn of<'s, S: Stored>(i: &Inputs<'_, 's>, logits: &Tensor<'s, S>) -> Result<()> {
+            let labels = i.labels(logits)?;
+            let labels = i.step.lend(&labels, [labels.len()])?;
+            let rules = ops::LabelRules::default().weighted(0.1);
+            let (loss, dlogits) = ops::cross_entropy_by(i.step, logits, &OnDevice(&labels), rules)?;
+            i.keep(&loss)?;
+            i.keep(&dlogits)?;
+            let rules = ops::LabelRules { smoothing: 0.1, ignore: true, weight: Some(0.1) };
+            let (loss, dlogits) = ops::cross_entropy_by(i.step, logits, &OnDevice(&labels), rules)?;
+            i.keep(&loss)?;
+            i.keep(&dlogits)
+        }
+        i.rows::<S>(of)?;
+        // A row of whole vectors that a block shares.
+        of::<S>(i, &i.normals([2, 4100])?)
+    }),
+    both!("cross_entropy_of_rows", <S>, |i| {
+        fn of<'s, S: Stored>(i: &Inputs<'_, 's>, logits: &Tensor<'s, S>) -> Result<()> {
+            let ([rows, classes], labels) = (logits.shape().as_rows(), i.labels(logits)?);
+            let (labels, dlosses) = (i.step.lend(&labels, [rows])?, i.normals([rows])?);
+            let (mut losses, mut dlogits) = (i.step.empty([rows])?, i.step.empty(logits.shape())?);
+            i.step.launch(cross_entropy_of_rows {
+                logits: logits.slice(),
+                labels: labels.slice(),
+                classes,
+                gradients: 0,
+                dlosses: Slice::empty(),
+                losses: losses.out(),
+                dlogits: PointerMut::empty(),
+            })?;
+            i.step.launch(cross_entropy_of_rows {
+                logits: logits.slice(),
+                labels: labels.slice(),
+                classes,
+                gradients: 1,
+                dlosses: dlosses.slice(),
+                losses: PointerMut::empty(),
+                dlogits: dlogits.out(),
+            })?;
+            i.keep(&losses)?;
+            i.keep(&dlogits)
+        }
+        i.rows::<S>(of)?;
+        of::<S>(i, &i.normals([2, 4100])?)
+    }),
     both!("element_loss", <S>, |i| {
         i.long::<S>(|i, x| {
             let target = i.normals(x.shape())?;

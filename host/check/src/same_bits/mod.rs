@@ -32,7 +32,6 @@ mod declared;
 mod golden;
 mod grouped;
 mod inputs;
-mod losses;
 mod products;
 mod products_tf32;
 mod seeded;

@@ -9,7 +9,7 @@ use stepscope::models::ModelConfig;
 
 use crate::finetune::cli::Quantize;
 use crate::predict::step::{Adapters, Work};
-use crate::train::cli::{Arch, MAX_DEPTH, Precision, Size, read_config};
+use crate::train::cli::{Arch, Precision, Size, read_config};
 use crate::train::model::{self, Mode, TrainingMemory};
 use stepscope_predict::gpu::{self, Gpu};
 
@@ -43,19 +43,15 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Arch::Gpt2)]
     arch: Arch,
 
-    /// Predict a nanochat of this many layers instead, as `stepscope train --depth` has it
-    #[arg(long, value_name = "LAYERS", value_parser = up_to(MAX_DEPTH), conflicts_with_all = ["model", "size", "arch", "config"])]
-    depth: Option<usize>,
-
     /// The config.json of a model of transformers, which is predicted instead
     #[arg(long, value_name = "FILE", value_parser = read_config, conflicts_with_all = ["model", "size", "arch", "vocabulary"])]
     config: Option<ModelConfig>,
 
-    /// Tokens per sample of gpt, --depth and --config [default: 128 for tiny, else 1024]
+    /// Tokens per sample of gpt and of --config [default: 128 for tiny, else 1024]
     #[arg(long, value_name = "TOKENS", value_parser = up_to(1 << 20))]
     context: Option<usize>,
 
-    /// Vocabulary size of gpt and of --depth
+    /// Vocabulary size of gpt
     #[arg(long, value_name = "TOKENS", default_value_t = 50_304, value_parser = up_to(1 << 24))]
     vocabulary: usize,
 
@@ -63,7 +59,7 @@ pub(crate) struct Args {
     #[arg(long)]
     recompute: bool,
 
-    /// Memory of the weights and moments of gpt, --depth and --config
+    /// Memory of the weights and moments of gpt and of --config
     #[arg(long, value_enum, default_value_t = TrainingMemory::Full)]
     memory: TrainingMemory,
 
@@ -90,7 +86,7 @@ pub(crate) struct Args {
     pub(crate) json: Option<PathBuf>,
 
     /// Predict the steps that the step bench measured, from its samples file, and print both
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "batch", "precision", "size", "depth", "context", "recompute", "memory"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "batch", "precision", "size", "context", "recompute", "memory"])]
     pub(crate) compare: Option<PathBuf>,
 }
 
@@ -103,8 +99,7 @@ pub(crate) enum Model {
 
 impl Args {
     pub(crate) fn batch(&self) -> usize {
-        let is_language_model = self.model == Model::Gpt || self.depth.is_some() || self.config.is_some();
-        self.batch.unwrap_or(if is_language_model { 8 } else { 256 })
+        self.batch.unwrap_or(if self.model == Model::Gpt || self.config.is_some() { 8 } else { 256 })
     }
 
     fn mode(&self) -> Mode {
@@ -119,13 +114,12 @@ impl Args {
             let lora = self.lora.map(|rank| Adapters { rank, quantize: self.quantize });
             return Work::Gpt { config: Box::new(config), mode: self.mode(), lora };
         }
-        let of = |config| Work::Gpt { config: Box::new(config), mode: self.mode(), lora: None };
-        match (self.depth, self.model) {
-            (Some(depth), _) => of(model::nanochat(depth, self.vocabulary, self.context.unwrap_or(1024))),
-            (None, Model::Crossasset) => Work::CrossAsset,
-            (None, Model::Gpt) => {
+        match self.model {
+            Model::Crossasset => Work::CrossAsset,
+            Model::Gpt => {
                 let context = self.context.unwrap_or(if self.size == Size::Tiny { 128 } else { 1024 });
-                of(model::config(self.size, self.arch, self.vocabulary, context))
+                let config = model::config(self.size, self.arch, self.vocabulary, context);
+                Work::Gpt { config: Box::new(config), mode: self.mode(), lora: None }
             }
         }
     }
@@ -153,11 +147,9 @@ impl Args {
                 let again = if mode.recompute { ", recompute" } else { "" };
                 let small = mode.memory.setting().map_or_else(String::new, |(_, memory)| format!(", {memory} memory"));
                 let (family, context) = (config.family, config.context);
-                let size = match self.depth.is_some() || self.config.is_some() {
-                    true => format!("of {} layers", config.layers.len()),
-                    false => {
-                        self.size.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
-                    }
+                let size = match self.config {
+                    Some(_) => format!("of {} layers", config.layers.len()),
+                    None => self.size.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned()),
                 };
                 format!("{family:?} {size}{adapters}, {batch} x {context}, {}{again}{small}", self.precision)
             }

@@ -51,11 +51,6 @@ pub(crate) struct Args {
     #[arg(long, value_enum)]
     pub(crate) arch: Option<Arch>,
 
-    /// Train a new nanochat of this many layers, of 64 columns for each layer, rounded up to heads of
-    /// 128
-    #[arg(long, value_name = "LAYERS", value_parser = up_to(MAX_DEPTH), conflicts_with_all = ["size", "arch", "config", "weights"])]
-    pub(crate) depth: Option<usize>,
-
     /// The config.json of a model of transformers, of which a new one is trained
     #[arg(long, value_name = "FILE", value_parser = read_config, conflicts_with_all = ["size", "arch", "weights"])]
     pub(crate) config: Option<ModelConfig>,
@@ -147,9 +142,6 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["ranks", "shards"])]
     pub(crate) trace: Option<PathBuf>,
 }
-
-/// The most layers of a nanochat.
-pub(crate) const MAX_DEPTH: u32 = 256;
 
 /// The size of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -247,14 +239,14 @@ impl Args {
     pub(crate) fn context(&self) -> usize {
         self.context.unwrap_or_else(|| match &self.config {
             Some(config) => config.context.min(1024),
-            None if self.size == Size::Tiny && self.depth.is_none() => 128,
+            None if self.size == Size::Tiny => 128,
             None => 1024,
         })
     }
 
     /// Returns true for the default model, of about a million weights.
     fn is_tiny(&self) -> bool {
-        self.size == Size::Tiny && self.depth.is_none() && self.config.is_none() && self.weights.is_none()
+        self.size == Size::Tiny && self.config.is_none() && self.weights.is_none()
     }
 
     pub(crate) fn arch(&self) -> Arch {

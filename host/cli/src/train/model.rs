@@ -12,7 +12,7 @@ use std::path::Path;
 use clap::ValueEnum;
 use serde_json::json;
 use stepscope::models::{ModelConfig, Transformer, WeightFiles};
-use stepscope::ops::{Activation, LabelRules};
+use stepscope::ops::{Activation, LabelRules, LmHeadConfig};
 use stepscope::optim::ParameterGroups;
 use stepscope::parameters::{FrozenType, GradientType, MasterType, ParameterEntry, StateType};
 use stepscope::tensor::{Indices, Saved};
@@ -53,21 +53,6 @@ pub(crate) fn config(size: Size, arch: Arch, vocabulary: usize, context: usize) 
             "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": true, "attention_bias": false,
         }),
     };
-    ModelConfig::from_json(json.to_string().as_bytes()).expect("a supported configuration")
-}
-
-/// Returns the configuration of a new nanochat: as many layers as its depth, 64 columns for each of
-/// them, and heads of 128. The columns are rounded up to whole heads.
-pub(crate) fn nanochat(depth: usize, vocabulary: usize, context: usize) -> ModelConfig {
-    const HEAD: usize = 128;
-    let width = (64 * depth).next_multiple_of(HEAD);
-    let json = json!({
-        "model_type": "nanochat", "architectures": ["NanoChatForCausalLM"], "hidden_act": "relu2",
-        "vocab_size": vocabulary, "max_position_embeddings": context, "hidden_size": width,
-        "num_hidden_layers": depth, "num_attention_heads": width / HEAD, "num_key_value_heads": width / HEAD,
-        "head_dim": HEAD, "intermediate_size": 4 * width, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
-        "final_logit_softcapping": 15.0, "tie_word_embeddings": false, "attention_bias": false,
-    });
     ModelConfig::from_json(json.to_string().as_bytes()).expect("a supported configuration")
 }
 
@@ -203,7 +188,7 @@ impl<S: Activation> stepscope::Model<S> for Gpt<S> {
         if self.mode.preferences.is_some() {
             return Ok(self.loss_with_figures(tape, hidden, batch)?.0);
         }
-        let (labels, form) = (batch.indices(1)?, self.layers.head_config());
+        let (labels, form) = (batch.indices(1)?, LmHeadConfig::default().tied());
         if !self.mode.counted {
             return tape.linear_cross_entropy(hidden, self.layers.head(), labels, form);
         }

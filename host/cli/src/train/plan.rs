@@ -93,10 +93,7 @@ impl<'r> Plan<'r> {
             }
             (None, None) => {
                 let vocabulary = tokenizer.vocabulary().next_multiple_of(VOCABULARY_UNIT);
-                match args.depth {
-                    Some(depth) => model::nanochat(depth, vocabulary, args.context()),
-                    None => model::config(args.size, args.arch(), vocabulary, args.context()),
-                }
+                model::config(args.size, args.arch(), vocabulary, args.context())
             }
         };
         let beginning = tokenizer.encode("--sample", args.sample.as_bytes())?;

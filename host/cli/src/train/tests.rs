@@ -81,7 +81,7 @@ on_each_device! {
     /// a stop after each update.
     fn run_modes_give_same_bits(device: &Device) {
         let (folder, data) = folder(400);
-        for arch in ["--arch gpt2", "--arch llama --documents --accumulate 2", "--depth 2"] {
+        for arch in ["--arch gpt2", "--arch llama --documents --accumulate 2"] {
             let run = |more: &str| {
                 trained(device, &arguments(&data, folder.path(), &format!("{arch} {more}")), false).unwrap()
             };
@@ -148,10 +148,10 @@ on_each_device! {
             let (_, losses) = trained(device, &arguments(&data, folder.path(), more), false).unwrap();
             f64::from_bits(losses[4])
         };
-        for arch in ["--arch gpt2", "--arch llama", "--depth 2"] {
-            let exact = loss(arch);
+        for arch in ["gpt2", "llama"] {
+            let exact = loss(&format!("--arch {arch}"));
             for precision in ["tf32", "bf16"] {
-                let other = loss(&format!("{arch} --precision {precision}"));
+                let other = loss(&format!("--arch {arch} --precision {precision}"));
                 assert!(other != exact && (other - exact).abs() < 0.02, "{arch} {precision}: {other}, f32 {exact}");
             }
         }
@@ -179,8 +179,8 @@ on_each_device! {
         let (folder, data) = folder(400);
         let greedy = TokenSamplerConfig { temperature: 0.0, ..TokenSamplerConfig::default() };
         let mut greedy = TokenSampler::new(greedy, 0).unwrap();
-        for arch in ["--arch gpt2", "--arch llama", "--depth 2"] {
-            let args = arguments(&data, folder.path(), &format!("{arch} --updates 30"));
+        for arch in ["gpt2", "llama"] {
+            let args = arguments(&data, folder.path(), &format!("--arch {arch} --updates 30"));
             let plan = Plan::load(&args, 1).unwrap();
             let state = plan.state::<f32>(device).unwrap();
             let mut arena = memory::arena(device, args.run.arena_mib, plan.memory::<f32>(device).unwrap()).unwrap();
@@ -408,19 +408,6 @@ fn weight_counts_match_gpt2() {
         let of = |arch, vocabulary| Transformer::new(model::config(size, arch, vocabulary, 1024)).unwrap().1.weights();
         assert_eq!(of(Arch::Gpt2, 50_257), weights, "{size:?}");
         assert!(of(Arch::Llama, 32_000) > 0);
-    }
-}
-
-/// The sizes of nanochat's d20, which has 561 million weights, and of depths whose columns are
-/// rounded up to whole heads.
-#[test]
-fn depth_gives_the_sizes() {
-    let d20 = model::nanochat(20, 65_536, 2048);
-    assert_eq!((d20.width, d20.heads, d20.kv_heads, d20.head_width, d20.hidden), (1280, 10, 10, 128, 5120));
-    assert_eq!(Transformer::new(d20).unwrap().1.weights(), 560_988_160);
-    for (depth, width) in [(1, 128), (2, 128), (3, 256), (5, 384), (12, 768)] {
-        let config = model::nanochat(depth, 256, 16);
-        assert_eq!((config.layers.len(), config.width, config.heads), (depth, width, width / 128), "{depth}");
     }
 }
 

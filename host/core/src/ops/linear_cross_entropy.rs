@@ -27,14 +27,12 @@ use crate::tensor::{Element, Lent, LentMut, Shape, Source, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::loss::loss_rows;
 
-/// The matrix layout, the cap of the logits and the label rules of [`linear_cross_entropy`].
+/// The matrix layout and the label rules of [`linear_cross_entropy`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LmHeadConfig {
     /// True if the matrix is `[vocabulary, width]`, as an embedding's table. Otherwise it is
     /// `[width, vocabulary]`, as a linear layer's weights.
     pub tied: bool,
-    /// The soft cap: `cap tanh(logits / cap)` takes the place of the logits, if there is one.
-    pub soft_cap: Option<f32>,
     /// The label rules.
     pub rules: LabelRules,
     /// The rows of a chunk, rounded down to a multiple of [`LmHeadConfig::UNIT`], but at least
@@ -55,12 +53,6 @@ impl LmHeadConfig {
         Self { tied: true, ..self }
     }
 
-    /// Sets the soft cap of the logits, which must be above 0.
-    #[must_use]
-    pub fn soft_cap(self, cap: impl Into<Option<f32>>) -> Self {
-        Self { soft_cap: cap.into(), ..self }
-    }
-
     /// Sets the label rules.
     #[must_use]
     pub fn rules(self, rules: LabelRules) -> Self {
@@ -71,15 +63,6 @@ impl LmHeadConfig {
     #[must_use]
     pub fn chunk(self, rows: usize) -> Self {
         Self { chunk: Some(rows), ..self }
-    }
-
-    /// The kernel's form of the soft cap: 0 for none.
-    fn cap(&self, op: &'static str) -> Result<f32> {
-        match self.soft_cap {
-            None => Ok(0.0),
-            Some(cap) if cap > 0.0 && cap.is_normal() => Ok(cap),
-            Some(cap) => Err(Error::misuse(op, "a soft cap that is a normal number above 0", cap.to_string())),
-        }
     }
 
     /// The rows of a chunk and of its quarter; the last ones may have fewer. Both have a multiple
@@ -104,8 +87,7 @@ impl LmHeadConfig {
 /// The mean over rows of `-log softmax(hidden w)[label]`, `[1]`, and its gradients with respect to
 /// `hidden` and, in f32, to `w`; `hidden`: `[.., width]`, `w`: as in `form`, `labels`: hidden's
 /// extents without the last. Returns all three. The label rules, and with them the weight of
-/// another sum than the mean, are as in [`ops::cross_entropy_by`]. A soft cap changes the logits
-/// within the loss's kernel, in f32.
+/// another sum than the mean, are as in [`ops::cross_entropy_by`].
 ///
 /// The gradients of logits, `[rows, vocabulary]`, exist for only one chunk of rows at a time, and
 /// the logits for a quarter of it. The results have the bits of [`ops::linear`] and
@@ -118,7 +100,7 @@ impl LmHeadConfig {
 /// eight rows, and at most 64 MiB for split-K products.
 ///
 /// # Errors
-/// [`Error::Misuse`] when extents differ; for a soft cap that is no normal number above 0.
+/// [`Error::Misuse`] when extents differ.
 #[track_caller]
 pub fn linear_cross_entropy<'s, S: Activation>(
     step: &Step<'s>,
@@ -144,7 +126,7 @@ fn with_gradients<'s, S: Activation>(
 ) -> Result<(Tensor<'s>, Option<Tensor<'s, S>>, Option<Tensor<'s>>)> {
     const OP: &str = "linear_cross_entropy";
     let ([rows, _], vocabulary) = extents(OP, hidden.shape(), w.shape(), labels.shape(), form.tied)?;
-    let (weight, cap) = (form.rules.weight(OP, labels)?.of_loss(), form.cap(OP)?);
+    let weight = form.rules.weight(OP, labels)?.of_loss();
     let labels = form.rules.check(OP, step, labels, vocabulary)?;
     let mut loss = step.empty([1])?;
     let mut losses = step.empty([rows.div_ceil(loss_rows(vocabulary))])?;
@@ -153,7 +135,7 @@ fn with_gradients<'s, S: Activation>(
         let [rows, _] = logits.shape().as_rows();
         let (labels, blocks) = (part(labels, first, [rows]), [rows.div_ceil(loss_rows(vocabulary))]);
         let mut losses = part_mut(&mut losses, first / loss_rows(vocabulary), blocks);
-        losses_into(step, &logits, &labels, [weight, 1.0], (form.rules, cap), &mut losses, dlogits)
+        losses_into(step, &logits, &labels, [weight, 1.0], form.rules, &mut losses, dlogits)
     })?;
     scaled_sum_into(step, &losses, weight, &mut loss)?;
     Ok((loss, dhidden, dw))
@@ -227,8 +209,7 @@ fn in_chunks<'s, S: Activation>(
 /// Queued. Scratch: a quarter of a chunk's logits, and at most 64 MiB for split-K products.
 ///
 /// # Errors
-/// [`Error::Misuse`] when extents differ, for label rules, which are those of a sum of rows, and for
-/// a soft cap that is no normal number above 0.
+/// [`Error::Misuse`] when extents differ, and for label rules, which are those of a sum of rows.
 #[track_caller]
 pub fn linear_cross_entropy_of_rows<'s, S: Activation>(
     step: &Step<'s>,
@@ -237,16 +218,14 @@ pub fn linear_cross_entropy_of_rows<'s, S: Activation>(
     labels: &impl IndexSource<'s>,
     form: &LmHeadConfig,
 ) -> Result<Tensor<'s>> {
-    let (vocabulary, soft_cap, labels) = rows_of(step, hidden, w, labels, form)?;
+    let (vocabulary, labels) = rows_of(step, hidden, w, labels, form)?;
     let mut losses = step.empty(labels.shape())?;
     in_chunks(step, hidden, w, form, vocabulary, [false; 2], &mut |Quarter { step, first, logits, .. }| {
         let [rows, classes] = logits.shape().as_rows();
         step.launch(kernels::loss::cross_entropy_of_rows {
-            is_capped: soft_cap != 0.0,
             logits: logits.slice(),
             labels: part(labels, first, [rows]).slice(),
             classes,
-            soft_cap,
             gradients: 0,
             dlosses: Slice::empty(),
             losses: part_mut(&mut losses, first, [rows]).out(),
@@ -272,16 +251,14 @@ pub fn linear_cross_entropy_of_rows_backward<'s, S: Activation>(
     (dlosses, form): (&impl Source<'s, f32>, &LmHeadConfig),
     wanted: [bool; 2],
 ) -> Result<(Option<Tensor<'s, S>>, Option<Tensor<'s>>)> {
-    let (vocabulary, soft_cap, labels) = rows_of(step, hidden, w, labels, form)?;
+    let (vocabulary, labels) = rows_of(step, hidden, w, labels, form)?;
     same_shape("linear_cross_entropy_of_rows", labels.shape(), dlosses.shape())?;
     in_chunks(step, hidden, w, form, vocabulary, wanted, &mut |Quarter { step, first, logits, dlogits }| {
         let [rows, classes] = logits.shape().as_rows();
         step.launch(kernels::loss::cross_entropy_of_rows {
-            is_capped: soft_cap != 0.0,
             logits: logits.slice(),
             labels: part(labels, first, [rows]).slice(),
             classes,
-            soft_cap,
             gradients: 1,
             dlosses: part(dlosses, first, [rows]).slice(),
             losses: PointerMut::empty(),
@@ -290,8 +267,8 @@ pub fn linear_cross_entropy_of_rows_backward<'s, S: Activation>(
     })
 }
 
-/// Checks the operands of [`linear_cross_entropy_of_rows`]. Returns the vocabulary's size, the
-/// kernel's soft cap and the labels.
+/// Checks the operands of [`linear_cross_entropy_of_rows`]. Returns the vocabulary's size and the
+/// labels.
 #[track_caller]
 fn rows_of<'a, 's, S: Activation, I: IndexSource<'s>>(
     step: &Step<'s>,
@@ -299,7 +276,7 @@ fn rows_of<'a, 's, S: Activation, I: IndexSource<'s>>(
     w: &impl Source<'s, S>,
     labels: &'a I,
     form: &LmHeadConfig,
-) -> Result<(usize, f32, &'a I::Values)> {
+) -> Result<(usize, &'a I::Values)> {
     const OP: &str = "linear_cross_entropy_of_rows";
     if form.rules != LabelRules::default() {
         let expected = "the default label rules: each row has its loss, and the label `IGNORED` the loss 0";
@@ -307,7 +284,7 @@ fn rows_of<'a, 's, S: Activation, I: IndexSource<'s>>(
     }
     let (_, vocabulary) = extents(OP, hidden.shape(), w.shape(), labels.shape(), form.tied)?;
     let rules = LabelRules { ignore: true, ..LabelRules::default() };
-    Ok((vocabulary, form.cap(OP)?, rules.check(OP, step, labels, vocabulary)?))
+    Ok((vocabulary, rules.check(OP, step, labels, vocabulary)?))
 }
 
 /// Returns the rows and the width of `hidden`, and the vocabulary's size.
@@ -369,7 +346,7 @@ impl<'s> Tape<'_, 's> {
     /// ([`Tape::evaluating`]) they are not computed, and backward returns an error.
     ///
     /// # Errors
-    /// The errors of [`ops::linear_cross_entropy`].
+    /// [`Error::Misuse`] when extents differ.
     #[track_caller]
     pub fn linear_cross_entropy<S: Activation>(
         &self,

@@ -97,15 +97,7 @@ fn cross_entropy_of_part<'s, S: Stored>(
     let blocks = rows.div_ceil(kernel::loss_rows(classes));
     let mut losses = step.empty([blocks])?;
     let scale = if blocks == 1 { weight.of_loss() } else { 1.0 };
-    losses_into(
-        step,
-        logits,
-        labels,
-        [weight.of_gradient(share), scale],
-        (rules, 0.0),
-        &mut losses,
-        Some(&mut dlogits),
-    )?;
+    losses_into(step, logits, labels, [weight.of_gradient(share), scale], rules, &mut losses, Some(&mut dlogits))?;
     Ok((summed(step, losses, weight.of_loss())?, dlogits))
 }
 
@@ -187,21 +179,19 @@ impl LabelRules {
 }
 
 /// Computes a scaled loss for each block of rows of checked logits `[rows, classes]` and, if there
-/// is an output for them, the weighted gradients of the logits, in one launch. A soft cap of 0 means
-/// none.
+/// is an output for them, the weighted gradients of the logits, in one launch.
 #[track_caller]
 pub(super) fn losses_into<'s, S: Stored>(
     step: &Step<'s>,
     logits: &impl Source<'s, S>,
     labels: &impl Source<'s, u32>,
     [weight, scale]: [f32; 2],
-    (LabelRules { smoothing, ignore, .. }, soft_cap): (LabelRules, f32),
+    LabelRules { smoothing, ignore, .. }: LabelRules,
     losses: &mut impl Target<'s, f32>,
     dlogits: Option<&mut impl Target<'s, S>>,
 ) -> Result<()> {
     let [_, classes] = logits.shape().as_rows();
     step.launch(kernel::cross_entropy {
-        is_capped: soft_cap != 0.0,
         logits: logits.slice(),
         labels: labels.slice(),
         classes,
@@ -209,7 +199,6 @@ pub(super) fn losses_into<'s, S: Stored>(
         scale,
         smoothing,
         ignore: u32::from(ignore),
-        soft_cap,
         gradients: u32::from(dlogits.is_some()),
         losses: losses.out(),
         dlogits: dlogits.map_or_else(PointerMut::empty, Target::out),

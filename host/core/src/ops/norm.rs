@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use crate::ops;
 use crate::params::Parameter;
 use crate::step::Step;
-use crate::tape::{Backward, Op, Tape, Var};
-use crate::tensor::{Lent, Saved, Shape, Source, Stored, Target, Tensor};
+use crate::tape::{Backward, Tape, Var};
+use crate::tensor::{Saved, Source, Stored, Target, Tensor};
 use cuda_std::launch::{PointerMut, Slice};
 use kernels::norm as kernel;
 
@@ -178,50 +178,18 @@ fn gradients<'s, S: Stored>(
     Ok(dx)
 }
 
-/// The gain of a norm on a tape: a parameter, or ones.
-#[derive(Clone, Copy)]
-enum Gain<'s> {
-    Of(Parameter),
-    Ones(Saved<'s>),
-}
-
-impl<'s> Gain<'s> {
-    /// Takes the gain of a norm of rows of x.
-    #[track_caller]
-    fn new(tape: &Tape<'_, 's>, gain: Option<Parameter>, x: Shape) -> Result<Self> {
-        gain.map_or_else(|| Ok(Self::Ones(tape.ones(x.as_rows()[1])?)), |gain| Ok(Self::Of(gain)))
-    }
-
-    /// Lends the values to an op.
-    fn lent<'t>(&self, op: &Op<'_, 't, 's>) -> Result<Lent<'t, 's>>
-    where
-        's: 't,
-    {
-        match self {
-            Self::Of(gain) => op.weights(*gain),
-            Self::Ones(ones) => Ok(Lent::new(ones.memory(), ones.shape())),
-        }
-    }
-}
-
 impl<'s> Tape<'_, 's> {
-    /// Records [`ops::rms_norm`] over the last extent, with a gain `[cols]`. `None` is a norm without
-    /// a gain, with the bits of a gain of ones.
+    /// Records [`ops::rms_norm`] over the last extent, with a gain `[cols]`.
     #[track_caller]
-    pub fn rms_norm<S: Stored>(
-        &self,
-        x: &Var<'s, S>,
-        gain: impl Into<Option<Parameter>>,
-        epsilon: f32,
-    ) -> Result<Var<'s, S>> {
-        let (op, gain) = (self.op("rms_norm", [x])?, Gain::new(self, gain.into(), x.shape())?);
-        let (y, inverse_rms) = ops::rms_norm(self.step(), x.value(), &gain.lent(&op)?, epsilon)?;
+    pub fn rms_norm<S: Stored>(&self, x: &Var<'s, S>, gain: Parameter, epsilon: f32) -> Result<Var<'s, S>> {
+        let op = self.op("rms_norm", [x])?;
+        let (y, inverse_rms) = ops::rms_norm(self.step(), x.value(), &op.weights(gain)?, epsilon)?;
         let (x, inverse_rms) = (*x, inverse_rms.save());
         Ok(op.record(y.save(), move |back, dy| backward(back, &x, gain, &inverse_rms, dy)))
     }
 
     /// Records [`ops::rms_norm_residual`]: `h = x + residual`, and its norm `y`. Returns both,
-    /// because h is the next residual. The gain is as in [`Tape::rms_norm`].
+    /// because h is the next residual.
     ///
     /// Backward adds the norm's gradient to the gradient that h has from elsewhere, in the norm's
     /// launch.
@@ -230,12 +198,11 @@ impl<'s> Tape<'_, 's> {
         &self,
         x: &Var<'s, S>,
         residual: &Var<'s, S>,
-        gain: impl Into<Option<Parameter>>,
+        gain: Parameter,
         epsilon: f32,
     ) -> Result<[Var<'s, S>; 2]> {
         let op = self.op("rms_norm_residual", [x, residual])?;
-        let gain = Gain::new(self, gain.into(), x.shape())?;
-        let gains = gain.lent(&op)?;
+        let gains = op.weights(gain)?;
         let (h, y, inverse_rms) = ops::rms_norm_residual(self.step(), x.value(), residual.value(), &gains, epsilon)?;
         let (x, residual, h, inverse_rms) = (*x, *residual, h.save(), inverse_rms.save());
         Ok(op.record_all([h, y.save()], move |back, [dh, dy]| {
@@ -255,7 +222,7 @@ impl<'s> Tape<'_, 's> {
 fn backward<'s, S: Stored>(
     back: &mut Backward<'_, '_, 's>,
     x: &Var<'s, S>,
-    gain: Gain<'s>,
+    gain: Parameter,
     inverse_rms: &Saved<'s>,
     dy: Tensor<'s, S>,
 ) -> Result<()> {
@@ -269,18 +236,13 @@ fn backward<'s, S: Stored>(
 fn gradient<'s, S: Stored>(
     back: &mut Backward<'_, '_, 's>,
     x: &Saved<'s, S>,
-    gain: Gain<'s>,
+    gain: Parameter,
     inverse_rms: &Saved<'s>,
     dy: &Tensor<'s, S>,
     grad_in: Option<Tensor<'s, S>>,
 ) -> Result<Tensor<'s, S>> {
-    let step = back.step();
-    match gain {
-        Gain::Of(gain) => {
-            let (weights, mut dgain) = (back.weights(gain)?, back.gradient_if_trained(gain)?);
-            let dgain = dgain.as_mut().map(|(dgain, accumulate)| (dgain, *accumulate));
-            gradients(step, x, &weights, inverse_rms, dy, grad_in, dgain)
-        }
-        Gain::Ones(ones) => gradients(step, x, &ones, inverse_rms, dy, grad_in, None::<(&mut Tensor<'s>, bool)>),
-    }
+    let (step, weights) = (back.step(), back.weights(gain)?);
+    let mut dgain = back.gradient_if_trained(gain)?;
+    let dgain = dgain.as_mut().map(|(dgain, accumulate)| (dgain, *accumulate));
+    gradients(step, x, &weights, inverse_rms, dy, grad_in, dgain)
 }

@@ -136,28 +136,17 @@ fn rows(sizes: Sizes) -> usize {
 }
 
 impl<'s> Tape<'_, 's> {
-    /// Records [`ops::qk_norm`] with gains `[width]` of q and of k. `None` is a norm without gains,
-    /// with the bits of gains of ones. [`Tape::attention`] includes the norm with gains; use this op
-    /// if something comes between the norm and attention.
+    /// Records [`ops::qk_norm`] with gains `[width]` of q and of k. [`Tape::attention`] includes
+    /// this norm; use this op if something comes between the norm and attention.
     #[track_caller]
-    pub fn qk_norm<'g, S: Stored>(
+    pub fn qk_norm<S: Stored>(
         &self,
         qkv: &Var<'s, S>,
-        gains: impl Into<Option<&'g StackedParameters>>,
+        gains: &StackedParameters,
         epsilon: f32,
         form: &AttentionConfig<'s>,
     ) -> Result<Var<'s, S>> {
         let op = self.op("qk_norm", [qkv])?;
-        let Some(gains) = gains.into() else {
-            let ones = self.ones(2 * form.sizes("qk_norm", qkv.shape())?.width)?;
-            let (y, inverse_rms) = ops::qk_norm(self.step(), qkv.value(), QkNorm::new(&ones, epsilon), form)?;
-            let (qkv, form, inverse_rms) = (*qkv, *form, inverse_rms.save());
-            return Ok(op.record(y.save(), move |back, dy| {
-                let (norm, none) = (QkNorm::new(&ones, epsilon), None::<(&mut Tensor<'s>, bool)>);
-                let dqkv = gradients(back.step(), qkv.value(), norm, &form, &inverse_rms, dy, none)?;
-                back.add(&qkv, dqkv)
-            }));
-        };
         let (weights, distance) = (op.stack_weights(gains)?, Some(op.stack(gains)?.1));
         let norm = QkNorm { gains: &weights, distance, epsilon };
         let (y, inverse_rms) = ops::qk_norm(self.step(), qkv.value(), norm, form)?;

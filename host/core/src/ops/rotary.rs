@@ -21,8 +21,6 @@ pub struct Rotary {
     /// The columns of each head that rotate, from the first on: a multiple of 8. The others stay
     /// as they are. `None` rotates all.
     pub columns: Option<usize>,
-    /// True to rotate by the opposite angles, as nanochat does.
-    pub reversed: bool,
     /// The change of the frequencies for a longer context.
     pub scaling: RotaryScaling,
 }
@@ -130,7 +128,7 @@ impl std::fmt::Debug for PairFactors {
 impl Rotary {
     /// Makes a rotation of all columns that starts at position 0, without scaling.
     pub const fn new(base: f64) -> Self {
-        Self { base, offset: 0, columns: None, reversed: false, scaling: RotaryScaling::None }
+        Self { base, offset: 0, columns: None, scaling: RotaryScaling::None }
     }
 
     /// Fixes the choice of [`RotaryScaling::Long`] to the factors for this many positions, for a
@@ -258,7 +256,7 @@ impl Default for Rotary {
 
 /// `(x cos - y sin, y cos + x sin)` for columns i and i + n / 2, `(x, y)`, of the n columns that
 /// rotate of each head of q and k, as in GPT-NeoX and Llama; v is copied. The angle is `(offset +
-/// token) base^(-2 i / n)`, unless it is scaled or reversed. Its sine and cosine are within 2 ulp at every
+/// token) base^(-2 i / n)`, unless it is scaled. Its sine and cosine are within 2 ulp at every
 /// position. `qkv`: a layout of [`AttentionConfig`]; result: the same. Queues the work, and needs
 /// no scratch memory.
 ///
@@ -277,12 +275,12 @@ pub fn rotary<'s, S: Stored>(
     match angles.turns {
         Turns::Geometric(frequencies) => {
             let mut y = step.empty(qkv.shape())?;
-            launch(step, sizes, (frequencies, &angles, rotary.offset, rotary.reversed), (qkv.pointer(), y.out()))?;
+            launch(step, sizes, (frequencies, &angles, rotary.offset, false), (qkv.pointer(), y.out()))?;
             Ok(y)
         }
         Turns::OfPairs(turns) => {
             let mut y = ops::copy(step, qkv)?;
-            launch_pairs(step, sizes, (&turns, &angles, rotary.offset, rotary.reversed), &mut y)?;
+            launch_pairs(step, sizes, (&turns, &angles, rotary.offset, false), &mut y)?;
             Ok(y)
         }
     }
@@ -301,11 +299,9 @@ pub fn rotary_backward<'s, S: Stored>(
     let angles = rotary.angles("rotary_backward", sizes)?;
     match angles.turns {
         Turns::Geometric(frequencies) => {
-            launch(step, sizes, (frequencies, &angles, rotary.offset, !rotary.reversed), dy.in_place())?;
+            launch(step, sizes, (frequencies, &angles, rotary.offset, true), dy.in_place())?;
         }
-        Turns::OfPairs(turns) => {
-            launch_pairs(step, sizes, (&turns, &angles, rotary.offset, !rotary.reversed), &mut dy)?
-        }
+        Turns::OfPairs(turns) => launch_pairs(step, sizes, (&turns, &angles, rotary.offset, true), &mut dy)?,
     }
     Ok(dy)
 }

@@ -8,15 +8,14 @@
 use super::backward::{Backward, Destination, Record};
 use super::open::OpenTape;
 use super::var::{Var, check};
-use crate::elementary;
 use crate::error::{Error, Result};
 use crate::generator::{Draws, Generator};
 use crate::params::{GradientConsumer, Gradients, ParameterSpec, Parameters};
 use crate::report::Phase;
 use crate::step::Step;
-use crate::tensor::{Saved, Shape, Source, Stored};
+use crate::tensor::{Saved, Shape, Stored};
 use cuda_std::float_mode;
-use std::cell::{Cell, OnceCell, RefCell};
+use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tracing::span::EnteredSpan;
@@ -45,8 +44,6 @@ pub struct Tape<'t, 's> {
     randomness: Randomness<'t>,
     /// The generator's numbers for this step, once requested.
     pub(super) draws: OnceCell<Draws<'s>>,
-    /// The most ones that were needed so far.
-    ones: Cell<Option<Saved<'s>>>,
     /// The factor of all gradients: the part of the batch that the tape records. Gradients that
     /// enter a nested tape already include it.
     share: f64,
@@ -91,8 +88,7 @@ impl<'t, 's> Tape<'t, 's> {
         let identity = TAPES.fetch_add(1, Ordering::Relaxed);
         let (records, draws, open) = (RefCell::default(), OnceCell::new(), OpenTape::new(identity, step));
         let uses = RefCell::new(vec![usize::MAX; parameters.spec().entries().len()]);
-        let ones = Cell::new(None);
-        Self { step, parameters, identity, records, open, uses, randomness, draws, ones, share: 1.0, forward: None }
+        Self { step, parameters, identity, records, open, uses, randomness, draws, share: 1.0, forward: None }
     }
 
     /// Makes dropout draw from this generator, as a training pass needs. The first dropout or
@@ -147,18 +143,6 @@ impl<'t, 's> Tape<'t, 's> {
                 Err(Error::misuse("draws", expected, "neither"))
             }
         }
-    }
-
-    /// Returns a vector of this many ones, the gain of a norm without one. Queues a launch unless the
-    /// tape has as many already.
-    #[track_caller]
-    pub(crate) fn ones(&self, count: usize) -> Result<Saved<'s>> {
-        let ones = match self.ones.get() {
-            Some(ones) if ones.shape().elements() >= count => ones,
-            _ => elementary::fill(self.step, [count], 1.0)?.save(),
-        };
-        self.ones.set(Some(ones));
-        Ok(Saved::new(ones.memory().part(0, count), [count].into()))
     }
 
     /// The context for nested tapes. Draws the random numbers now, so that they outlive the nested

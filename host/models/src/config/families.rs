@@ -17,8 +17,6 @@ use stepscope_core::ops::{AttentionMask, Rotary};
 
 /// The window of a Mistral whose file does not state one.
 const MISTRAL_WINDOW: NonZeroU32 = NonZeroU32::new(4096).expect("a number above 0");
-/// The range of a soft cap.
-const SOFT_CAPS: RangeInclusive<f64> = 1e-3..=1e6;
 /// The range of a norm's epsilon.
 const EPSILONS: RangeInclusive<f64> = 1e-30..=1.0;
 
@@ -38,7 +36,6 @@ pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         Some("arcee") => arcee(keys)?,
         Some("qwen3_moe") => qwen3_moe(keys)?,
         Some("mixtral") => mixtral(keys)?,
-        Some("nanochat") => nanochat(keys)?,
         Some("gemma3") => {
             let known =
                 "\"gemma3_text\", a Gemma 3 of texts only, such as the 1B and the 270M: images are not supported";
@@ -46,7 +43,7 @@ pub(super) fn read(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         }
         _ => {
             let known = "gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, phi3, gpt_neox, gemma3_text, arcee, \
-                         qwen3_moe, mixtral or nanochat: give a model of one of these families";
+                         qwen3_moe or mixtral: give a model of one of these families";
             return keys.refuse("model_type", known);
         }
     };
@@ -120,8 +117,6 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         learned_positions: Some(context),
         score_scale: None,
         embedding_scale: None,
-        embedding_norm: false,
-        soft_cap: None,
         router_loss: None,
         tied: keys.flag("tie_word_embeddings", true)?,
         json: Map::new(),
@@ -129,11 +124,11 @@ fn gpt2(keys: &Keys<'_>) -> Outcome<ModelConfig> {
 }
 
 /// Reads the settings that Llama and the later families share: RMSNorm before each part, SwiGLU,
-/// grouped queries, rotary positions, and no biases. Arcee and nanochat use the square of ReLU in
-/// place of SwiGLU.
+/// grouped queries, rotary positions, and no biases. Arcee uses the square of ReLU in place of
+/// SwiGLU.
 fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<ModelConfig> {
     let (activation, feed_forward) = match family {
-        Family::Arcee | Family::NanoChat => ("relu2", FeedForwardKind::ReluSquared),
+        Family::Arcee => ("relu2", FeedForwardKind::ReluSquared),
         _ => ("silu", FeedForwardKind::SwiGlu),
     };
     keys.only("hidden_act", &[json!(activation)])?;
@@ -177,8 +172,6 @@ fn like_llama(keys: &Keys<'_>, family: Family, defaults: &Defaults) -> Outcome<M
         learned_positions: None,
         score_scale: None,
         embedding_scale: None,
-        embedding_norm: false,
-        soft_cap: None,
         router_loss: None,
         tied: keys.flag("tie_word_embeddings", false)?,
         json: Map::new(),
@@ -202,22 +195,6 @@ fn arcee(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     let epsilon = epsilon(keys, "rms_norm_eps", 1e-5)?;
     let config = like_llama(keys, Family::Arcee, &Defaults::default())?;
     Ok(ModelConfig { qkv_bias: bias, output_bias: bias, feed_forward_bias, epsilon, ..config })
-}
-
-fn nanochat(keys: &Keys<'_>) -> Outcome<ModelConfig> {
-    let bias = keys.flag("attention_bias", false)?;
-    let defaults = Defaults { scaling: rope::WITHOUT_GAIN, ..Defaults::default() };
-    let mut config = like_llama(keys, Family::NanoChat, &defaults)?;
-    config.layers.iter_mut().filter_map(|layer| layer.rotary.as_mut()).for_each(|rotary| rotary.reversed = true);
-    Ok(ModelConfig {
-        norm: NormKind::RmsWithoutGain,
-        qk_norm: Some(QkNormKind::HeadsWithoutGain),
-        qkv_bias: bias,
-        output_bias: bias,
-        embedding_norm: true,
-        soft_cap: soft_cap(keys, Some(15.0))?,
-        ..config
-    })
 }
 
 fn mistral(keys: &Keys<'_>) -> Outcome<ModelConfig> {
@@ -401,8 +378,6 @@ fn gpt_neox(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         learned_positions: None,
         score_scale: None,
         embedding_scale: None,
-        embedding_norm: false,
-        soft_cap: None,
         router_loss: None,
         tied: keys.flag("tie_word_embeddings", false)?,
         json: Map::new(),
@@ -414,6 +389,7 @@ fn gemma3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
     keys.only("hidden_activation", &[json!("gelu_pytorch_tanh")])?;
     keys.only("hidden_act", &[json!("gelu_pytorch_tanh")])?;
     keys.only("attn_logit_softcapping", &[])?;
+    keys.only("final_logit_softcapping", &[])?;
     keys.only("use_bidirectional_attention", &[json!(false)])?;
     let bias = keys.flag("attention_bias", false)?;
     let width = keys.required("hidden_size", MAX_SIZE)?;
@@ -474,8 +450,6 @@ fn gemma3(keys: &Keys<'_>) -> Outcome<ModelConfig> {
         learned_positions: None,
         score_scale: Some((1.0 / scale.sqrt()) as f32),
         embedding_scale: Some((width as f64).sqrt() as f32),
-        embedding_norm: false,
-        soft_cap: soft_cap(keys, None)?,
         router_loss: None,
         tied: keys.flag("tie_word_embeddings", true)?,
         json: Map::new(),
@@ -497,14 +471,6 @@ fn stated(keys: &Keys<'_>, key: &str) -> Outcome<()> {
 
 fn epsilon(keys: &Keys<'_>, key: &str, default: f64) -> Outcome<f32> {
     Ok(keys.real(key, EPSILONS)?.unwrap_or(default) as f32)
-}
-
-/// Reads the soft cap of the logits. Null means none.
-fn soft_cap(keys: &Keys<'_>, default: Option<f64>) -> Outcome<Option<f32>> {
-    const KEY: &str = "final_logit_softcapping";
-    let stated = keys.real(KEY, SOFT_CAPS)?;
-    let cap = if keys.has(KEY) { stated } else { default };
-    Ok(cap.map(|cap| cap as f32))
 }
 
 /// Requires what rotary kernels require.

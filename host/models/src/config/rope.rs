@@ -29,11 +29,9 @@ pub(super) struct Defaults {
     pub(super) scaling: &'static [&'static str],
 }
 
-/// The scalings of most families, of Phi-3, and of a family that normalizes what it has rotated, so
-/// that no gain of sine and cosine lasts.
+/// The scalings of most families, and of Phi-3.
 const SCALINGS: &[&str] = &["default", "linear", "llama3", "yarn", "longrope"];
 pub(super) const LONGROPE: &[&str] = &["default", "longrope"];
-pub(super) const WITHOUT_GAIN: &[&str] = &["default", "linear", "llama3"];
 
 impl Default for Defaults {
     fn default() -> Self {

@@ -5,7 +5,6 @@
 //! logits are those for all tokens so far, except for the order of sums.
 
 use super::{Block, Transformer};
-use cuda_std::float_mode;
 use stepscope_core::ops::{self, Activation, Gemm, RotaryScaling};
 use stepscope_core::{Indices, Parameter, Parameters, Result, ScratchStep, Source, Step, Tape, Tensor, Var};
 use stepscope_train::nn::{KeyValueCache, NextTokens};
@@ -56,11 +55,6 @@ impl Transformer {
         };
         let count = tokens.shape().elements();
         let mut x = row(self.tokens.weight, tokens)?;
-        if self.config.embedding_norm {
-            let tape = Tape::new(scratch, weights).evaluating();
-            let normed = tape.rms_norm(&tape.input(x), None, self.config.epsilon)?;
-            x = ops::copy(scratch, normed.value())?;
-        }
         if let Some(scale) = self.config.embedding_scale {
             x = ops::scale(scratch, &x, scale)?;
         }
@@ -82,8 +76,8 @@ impl Transformer {
         self.logits(scratch, weights, self.norm.forward(&tape, &last)?.value())
     }
 
-    /// Computes the logits `[rows, vocabulary]`, with their soft cap, of rows `[rows, width]` of the
-    /// result of [`Transformer::forward`].
+    /// Computes the logits `[rows, vocabulary]` of rows `[rows, width]` of the result of
+    /// [`Transformer::forward`].
     ///
     /// # Errors
     /// Returns an error if an op fails.
@@ -106,15 +100,7 @@ impl Transformer {
             None::<&Tensor<'_>>,
             &mut logits,
         )?;
-        let Some(cap) = self.config.soft_cap else { return Ok(logits) };
-        // The operations of the loss's kernel, and so its bits.
-        let scaled = ops::scale(step, &logits, float_mode::in_default(|| 1.0 / cap))?;
-        step.free(logits);
-        let tanh = ops::tanh(step, &scaled)?;
-        step.free(scaled);
-        let capped = ops::scale(step, &tanh, cap)?;
-        step.free(tanh);
-        Ok(capped)
+        Ok(logits)
     }
 }
 

@@ -12,11 +12,6 @@ pub enum Norm {
     Layer(LayerNorm),
     /// RMSNorm.
     Rms(RmsNorm),
-    /// RMSNorm without a gain.
-    RmsWithoutGain {
-        /// The term that keeps rows of zeros finite.
-        epsilon: f32,
-    },
 }
 
 impl Norm {
@@ -26,7 +21,6 @@ impl Norm {
         match self {
             Self::Layer(norm) => norm.forward(tape, x),
             Self::Rms(norm) => norm.forward(tape, x),
-            Self::RmsWithoutGain { epsilon } => tape.rms_norm(x, None, *epsilon),
         }
     }
 
@@ -41,7 +35,6 @@ impl Norm {
         match self {
             Self::Layer(norm) => norm.forward_residual(tape, x, residual),
             Self::Rms(norm) => norm.forward_residual(tape, x, residual),
-            Self::RmsWithoutGain { epsilon } => tape.rms_norm_residual(x, residual, None, *epsilon),
         }
     }
 }

@@ -47,12 +47,6 @@ pub enum QueryKeyNorm {
         /// The term that is added to the mean square.
         epsilon: f32,
     },
-    /// A norm of each head without gains, as in nanochat. It comes before the rotary embedding, and
-    /// nanochat's comes after it. A rotation keeps the mean square, so they differ in roundings.
-    HeadsWithoutGain {
-        /// The term that is added to the mean square.
-        epsilon: f32,
-    },
     /// A norm of all heads of the queries together, and one of those of the keys, as in OLMo 2.
     Projections {
         /// The norm of the queries.
@@ -241,7 +235,6 @@ impl MultiHeadAttention {
     ) -> Result<Var<'s, S>> {
         match &self.qk_norm {
             Some(QueryKeyNorm::Heads { gains, epsilon }) => tape.qk_norm(&qkv, gains, *epsilon, config),
-            Some(QueryKeyNorm::HeadsWithoutGain { epsilon }) => tape.qk_norm(&qkv, None, *epsilon, config),
             Some(QueryKeyNorm::Projections { queries, keys }) => {
                 let columns = qkv.shape().as_rows()[1];
                 let [heads, kv_heads] = self.heads;

@@ -18,7 +18,7 @@
 //! it does not depend on the other pairs of the batch.
 
 use serde::{Deserialize, Serialize};
-use stepscope::ops::Activation;
+use stepscope::ops::{Activation, LmHeadConfig};
 use stepscope::tensor::Saved;
 use stepscope::{DeviceBatch, Result, Tape, Var};
 
@@ -69,7 +69,7 @@ impl<S: Activation> Gpt<S> {
         let (labels, documents) = (batch.indices(1)?, batch.indices(2)?);
         let places = batch.input::<f32>(3)?.shape();
         let pairs = places.extents()[2];
-        let form = self.layers.head_config();
+        let form = LmHeadConfig::default().tied();
         let losses = tape.linear_cross_entropy_of_rows(hidden, self.layers.head(), labels, form)?;
         // Tokens that do not count add 0. Padding has the number after the last pair.
         let sums = losses.segment_sum(1, &documents, pairs + 1)?;
