@@ -151,7 +151,7 @@ pub mod optim {
 /// Entries of a [`ParameterSpec`] and their initial values.
 pub mod parameters {
     pub use stepscope_core::{
-        AnyBuffer, FrozenType, GradientConsumer, GradientType, Initializer, Kept, LentMasters, LentState, MasterType,
+        AnyBuffer, FrozenType, GradientConsumer, GradientType, Initializer, LentMasters, LentState, MasterType,
         MatrixWeights, Nf4Matrix, ParameterEntry, ParameterSpecBuilder, RegionContents, StackedParameters, StateType,
         WriteRegion,
     };

@@ -12,5 +12,4 @@ mod group_faults;
 mod longest_deadline;
 mod overlap;
 mod ranks;
-mod sharded_weights;
 mod whole_parameters;

@@ -52,8 +52,6 @@ pub use crate::ops::declare::{ChosenArguments, ChosenLaunch, Declared, Operands,
 pub use crate::ops::pointwise::{POINTWISE, PointwiseOp};
 /// Invariant: the sum of the partial sums has the bits of the squared norm.
 pub use crate::ops::reduce::squared_norms_into;
-/// Invariant: an op reads weights that ranks keep only after they were gathered.
-pub use crate::params::GatherWeights;
 /// Invariant: no parameter has the name of a file's notes.
 pub use crate::params::{NOTES, Scope};
 /// Invariant: a replay takes all preconditions of its step, or none, before it queues any work.

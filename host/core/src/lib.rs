@@ -69,7 +69,7 @@ pub use indices::{IndexSource, Indices, OnDevice};
 pub use initializer::Initializer;
 pub use non_finite::NonFinite;
 pub use params::{
-    FrozenType, GradientConsumer, GradientType, Gradients, Kept, LentMasters, LentState, MasterType, MatrixWeights,
+    FrozenType, GradientConsumer, GradientType, Gradients, LentMasters, LentState, MasterType, MatrixWeights,
     Nf4Matrix, Parameter, ParameterEntry, ParameterSpec, ParameterSpecBuilder, Parameters, RegionContents,
     StackedParameters, StateType, WriteRegion,
 };

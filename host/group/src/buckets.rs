@@ -39,20 +39,6 @@ pub(super) fn buckets(starts: impl DoubleEndedIterator<Item = usize>, elements: 
     buckets
 }
 
-/// Divides a region into a bucket for each unit. Units start at `starts`, ascending, the first at
-/// zero. The first elements of a unit may be left to the next bucket. A small unit has none.
-pub(super) fn unit_buckets(starts: impl DoubleEndedIterator<Item = usize>, elements: usize) -> Vec<Range<usize>> {
-    let (mut buckets, mut end) = (Vec::new(), elements);
-    for unit in starts.rev() {
-        let start = unit.next_multiple_of(TOGETHER * CHUNK);
-        if start < end {
-            buckets.push(start..end);
-            end = start;
-        }
-    }
-    buckets
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

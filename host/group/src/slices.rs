@@ -12,7 +12,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::buckets::{TOGETHER, buckets, unit_buckets};
+use super::buckets::{TOGETHER, buckets};
 use kernels::block::CHUNK;
 use std::ops::Range;
 
@@ -29,12 +29,6 @@ impl Slices {
     /// least one rank.
     pub fn new(starts: impl DoubleEndedIterator<Item = usize>, elements: usize, ranks: usize) -> Self {
         Self { elements, ranks, buckets: buckets(starts, elements) }
-    }
-
-    /// Creates slices of which each rank has one in each unit, for units that start at `starts`,
-    /// ascending, the first of them zero.
-    pub fn of_units(starts: impl DoubleEndedIterator<Item = usize>, elements: usize, ranks: usize) -> Self {
-        Self { elements, ranks, buckets: unit_buckets(starts, elements) }
     }
 
     /// Returns the number of elements of the region.
@@ -117,27 +111,23 @@ mod tests {
         let starts = |elements: usize| (0..elements).step_by(elements.div_ceil(9).next_multiple_of(64));
         for elements in [1, 64, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK, 37 * CHUNK + 64, 2_170_000, 40_000_001] {
             for ranks in [1, 2, 4, 8, 64] {
-                let all_starts = || starts(elements).collect::<Vec<_>>().into_iter();
-                let both =
-                    [Slices::new(all_starts(), elements, ranks), Slices::of_units(all_starts(), elements, ranks)];
-                for slices in both {
-                    let mut all: Vec<Range<usize>> = (0..ranks).flat_map(|rank| slices.of(rank)).collect();
-                    all.sort_by_key(|slice| slice.start);
-                    assert_eq!((all[0].start, all[all.len() - 1].end), (0, elements), "{elements} by {ranks}");
-                    assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start), "{elements} by {ranks}");
-                    assert!(all.iter().all(|slice| !slice.is_empty() && slice.start.is_multiple_of(TOGETHER * CHUNK)));
-                    let chunks: Vec<Range<usize>> = all.iter().map(Slices::chunks_in).collect();
-                    assert_eq!((chunks[0].start, chunks[chunks.len() - 1].end), (0, slices.chunks()));
-                    assert!(chunks.windows(2).all(|pair| pair[0].end == pair[1].start), "{elements} by {ranks}");
-                    for bucket in 0..slices.buckets().len() {
-                        let of_bucket = (0..ranks).map(|rank| slices.of_bucket(bucket, rank).len());
-                        assert!(of_bucket.clone().all(|len| len <= slices.pitch(bucket)));
-                        assert_eq!(of_bucket.sum::<usize>(), slices.buckets()[bucket].len());
-                    }
-                    let range = elements / 3..elements - elements / 5;
-                    let within = (0..ranks).flat_map(|rank| slices.within(&range, rank));
-                    assert_eq!(within.map(|within| within.len()).sum::<usize>(), range.len());
+                let slices = Slices::new(starts(elements).collect::<Vec<_>>().into_iter(), elements, ranks);
+                let mut all: Vec<Range<usize>> = (0..ranks).flat_map(|rank| slices.of(rank)).collect();
+                all.sort_by_key(|slice| slice.start);
+                assert_eq!((all[0].start, all[all.len() - 1].end), (0, elements), "{elements} by {ranks}");
+                assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start), "{elements} by {ranks}");
+                assert!(all.iter().all(|slice| !slice.is_empty() && slice.start.is_multiple_of(TOGETHER * CHUNK)));
+                let chunks: Vec<Range<usize>> = all.iter().map(Slices::chunks_in).collect();
+                assert_eq!((chunks[0].start, chunks[chunks.len() - 1].end), (0, slices.chunks()));
+                assert!(chunks.windows(2).all(|pair| pair[0].end == pair[1].start), "{elements} by {ranks}");
+                for bucket in 0..slices.buckets().len() {
+                    let of_bucket = (0..ranks).map(|rank| slices.of_bucket(bucket, rank).len());
+                    assert!(of_bucket.clone().all(|len| len <= slices.pitch(bucket)));
+                    assert_eq!(of_bucket.sum::<usize>(), slices.buckets()[bucket].len());
                 }
+                let range = elements / 3..elements - elements / 5;
+                let within = (0..ranks).flat_map(|rank| slices.within(&range, rank));
+                assert_eq!(within.map(|within| within.len()).sum::<usize>(), range.len());
             }
         }
     }

@@ -23,7 +23,7 @@ use stepscope_core::internals::{
     PIECE_BYTES, all_finite, checksum_of_part, hex, is_finite, replace_file_by, short, sweep,
 };
 use stepscope_core::{
-    AnyBuffer, Error, Kept, MasterType, NonFinite, ParameterEntry, ParameterSpec, Parameters, Quantity, Result, StateType,
+    AnyBuffer, Error, MasterType, NonFinite, ParameterEntry, ParameterSpec, Parameters, Quantity, Result, StateType,
     Transfer, WriteRegion, bf16,
 };
 
@@ -95,20 +95,20 @@ impl Checkpoint {
         non_finite: NonFinite,
     ) -> Result<()> {
         let state = optimizer.map(Optimizer::whole_state).transpose()?.unwrap_or_default();
-        Self::save_whole(path, parameters, optimizer, (state, &()), notes, non_finite)
+        Self::save_whole(path, parameters, optimizer, state, notes, non_finite)
     }
 
-    /// Saves like [`Checkpoint::save_with`], with the optimizer state in separate buffers on a
-    /// device. `source` reads these and the weights in pieces, so the host needs little memory.
+    /// Saves like [`Checkpoint::save_with`], with the whole optimizer state in separate buffers on
+    /// a device. Data is read from the device in pieces, so the host needs little memory for it.
     pub(crate) fn save_whole(
         path: impl AsRef<Path>,
         parameters: &Parameters,
         optimizer: Option<&Optimizer<dyn UpdateRule>>,
-        (state, source): (&[State], &dyn ReadRegion),
+        state: &[State],
         notes: &[(&str, String)],
         non_finite: NonFinite,
     ) -> Result<()> {
-        let (spec, kept) = (parameters.spec(), parameters.kept());
+        let spec = parameters.spec();
         let mut notes: BTreeMap<String, String> =
             notes.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         notes.insert(FORMAT.into(), "1".into());
@@ -121,19 +121,18 @@ impl Checkpoint {
         }
         let mut parts = Vec::new();
         for (prefix, region) in ["", CORRECTION].into_iter().zip(parameters.regions()) {
-            parts.extend(self::parts((spec, kept), prefix, Quantity::Weight, region));
+            parts.extend(self::parts(spec, prefix, Quantity::Weight, region));
         }
         if let Some(optimizer) = optimizer {
             optimizer.check_spec(spec)?;
             notes.insert(UPDATES.into(), optimizer.updates().to_string());
             notes.insert(OPTIMIZER.into(), optimizer.name().into());
             for (prefix, state) in optimizer.prefixes().into_iter().zip(state) {
-                parts.extend(self::parts((spec, kept), &prefix, Quantity::OptimizerState, state.buffer()));
+                parts.extend(self::parts(spec, &prefix, Quantity::OptimizerState, state.buffer()));
             }
         }
-        let update = optimizer.map(Optimizer::updates);
-        let file = NewFile { path: path.as_ref(), parts, source, non_finite, update };
-        if source.writes() { file.write(notes) } else { file.send() }
+        let file = NewFile { path: path.as_ref(), parts, non_finite, update: optimizer.map(Optimizer::updates) };
+        file.write(notes)
     }
 
     /// Opens a checkpoint, and reads it once to verify its digest. Removes temporary files that
@@ -228,18 +227,17 @@ impl Checkpoint {
         optimizer: Option<&mut Optimizer<dyn UpdateRule>>,
         transfer: Transfer<'_>,
     ) -> Result<()> {
-        let (spec, kept) = (parameters.spec().clone(), parameters.kept().clone());
+        let spec = parameters.spec().clone();
         self.check_frozen(parameters)?;
         self.check_stored(&spec)?;
         let regions = ["", CORRECTION].into_iter().zip(parameters.regions());
-        let weights =
-            regions.map(|(prefix, region)| self.region((&spec, &kept), prefix, region)).collect::<Result<Vec<_>>>()?;
+        let weights = regions.map(|(prefix, region)| self.region(&spec, prefix, region)).collect::<Result<Vec<_>>>()?;
         let reading = Reading::default();
         let state = match &optimizer {
             None => None,
             Some(optimizer) => {
                 optimizer.check_spec(&spec)?;
-                optimizer.check_kept(parameters.kept())?;
+                optimizer.whole_state()?;
                 let updates = self.note(UPDATES)?;
                 let number = updates.parse().ok().filter(|&updates: &u64| updates <= MOST_UPDATES);
                 let number = number.ok_or_else(|| {
@@ -250,7 +248,7 @@ impl Checkpoint {
                     )
                 })?;
                 self.check_optimizer(optimizer.name())?;
-                let region = |(prefix, state): (String, _)| self.region((&spec, &kept), &prefix, state);
+                let region = |(prefix, state): (String, _)| self.region(&spec, &prefix, state);
                 let regions = optimizer.prefixes().into_iter().zip(optimizer.state()).map(region);
                 Some((number, regions.collect::<Result<Vec<_>>>()?))
             }
@@ -272,15 +270,11 @@ impl Checkpoint {
                 .restore(updates)
                 .iter_mut()
                 .zip(writers)
-                .map(|(state, write)| state.contents(&kept, write))
+                .map(|(state, write)| state.contents(&spec, write))
                 .collect(),
         };
         parameters.overwrite(weights, others, transfer)?;
-        match parameters.are_sharded() {
-            false => self.check_read(&names.concat(), reading),
-            // A rank reads parts of a tensor, which have no checksum.
-            true => self.check_parts(reading),
-        }
+        self.check_read(&names.concat(), reading)
     }
 
     /// Returns the writer of a region's bytes, whose tensors have these names, and notes what it
@@ -304,13 +298,6 @@ impl Checkpoint {
                 Err(Error::file(&self.path, reason))
             }
         }
-    }
-
-    /// Returns an error unless all parts could be read, from the file that was verified.
-    fn check_parts(&self, reading: Reading) -> Result<()> {
-        let read = reading.0.into_inner().unwrap_or_else(PoisonError::into_inner).map(drop);
-        let unchanged = read.and_then(|()| self.file.file().check_unchanged());
-        unchanged.map_err(|reason| Error::file(&self.path, reason))
     }
 
     /// Returns an error unless the file stores weights and state as the model does.
@@ -353,13 +340,8 @@ impl Checkpoint {
     }
 
     /// Returns the names of the tensors of a region, which start with `prefix`, one per parameter.
-    fn region(
-        &self,
-        (spec, kept): (&ParameterSpec, &Kept),
-        prefix: &str,
-        region: AnyBuffer<'_>,
-    ) -> Result<Vec<String>> {
-        let stored = Stored::of(kept, region);
+    fn region(&self, spec: &ParameterSpec, prefix: &str, region: AnyBuffer<'_>) -> Result<Vec<String>> {
+        let stored = Stored::of(spec, region);
         let name = |entry: &ParameterEntry| {
             let name = format!("{prefix}{}", entry.name());
             let found = self.file.expect(&name, &stored.extents(entry), stored.dtype());
@@ -411,12 +393,11 @@ enum Stored {
 }
 
 impl Stored {
-    /// Returns the type of a region that stores the elements that are kept.
-    fn of(kept: &Kept, region: AnyBuffer<'_>) -> Self {
+    fn of(spec: &ParameterSpec, region: AnyBuffer<'_>) -> Self {
         match region {
             AnyBuffer::F32(_) => Self::F32,
             AnyBuffer::Bf16(_) => Self::Bf16,
-            AnyBuffer::U32(_) if region.bytes() == kept.stored_elements() => Self::Correction,
+            AnyBuffer::U32(_) if region.bytes() == spec.elements() => Self::Correction,
             AnyBuffer::U32(_) => Self::Bits8,
         }
     }
@@ -479,39 +460,11 @@ struct SavedTensor<'p> {
     bytes: Range<usize>,
 }
 
-/// The reader of regions that are saved.
-pub(crate) trait ReadRegion {
-    /// True if this rank writes the file.
-    fn writes(&self) -> bool {
-        true
-    }
-
-    /// True if all ranks of a group read together.
-    fn is_shared(&self) -> bool {
-        false
-    }
-
-    /// Passes bytes of a whole region, which has `run_bytes` for each 64 elements, to `each`, piece
-    /// by piece. Waits for each piece. A rank that does not write sends its slices instead.
-    fn for_each_piece(
-        &self,
-        region: AnyBuffer<'_>,
-        _run_bytes: usize,
-        bytes: Range<usize>,
-        each: &mut dyn FnMut(&[u8]) -> Result<()>,
-    ) -> Result<()> {
-        region.for_each_piece(bytes, each)
-    }
-}
-
-/// Reads regions that are whole on this device.
-impl ReadRegion for () {}
-
 impl SavedTensor<'_> {
     /// Passes the tensor's bytes to `each`, piece by piece, with true if they are finite.
-    fn for_each_piece(&self, source: &dyn ReadRegion, each: &mut dyn FnMut(&[u8], bool) -> Result<()>) -> Result<()> {
+    fn for_each_piece(&self, each: &mut dyn FnMut(&[u8], bool) -> Result<()>) -> Result<()> {
         let mut first = 0;
-        source.for_each_piece(self.region, self.stored.run_bytes(), self.bytes.clone(), &mut |piece| {
+        self.region.for_each_piece(self.bytes.clone(), &mut |piece| {
             let finite = self.stored.is_finite(first, piece);
             first += piece.len();
             each(piece, finite)
@@ -521,12 +474,12 @@ impl SavedTensor<'_> {
 
 /// Returns the tensors of a region on a device.
 fn parts<'p>(
-    (spec, kept): (&ParameterSpec, &Kept),
+    spec: &ParameterSpec,
     prefix: &str,
     quantity: Quantity,
     region: AnyBuffer<'p>,
 ) -> impl Iterator<Item = SavedTensor<'p>> {
-    let stored = Stored::of(kept, region);
+    let stored = Stored::of(spec, region);
     spec.entries().iter().map(move |entry| SavedTensor {
         name: format!("{prefix}{}", entry.name()),
         quantity,
@@ -542,7 +495,6 @@ struct NewFile<'p> {
     path: &'p Path,
     /// The weights, then the state, each in the order of the parameters.
     parts: Vec<SavedTensor<'p>>,
-    source: &'p dyn ReadRegion,
     non_finite: NonFinite,
     update: Option<u64>,
 }
@@ -558,7 +510,8 @@ impl NewFile<'_> {
     /// Reads each tensor once. Its bytes go to the file and into the digest. The digest is written
     /// last, but lies before them in the file.
     fn write(&self, mut notes: BTreeMap<String, String>) -> Result<()> {
-        let parts = self.sorted();
+        let mut parts: Vec<&SavedTensor<'_>> = self.parts.iter().collect();
+        parts.sort_by(|one, other| one.name.cmp(&other.name));
         let twice = parts.windows(2).find(|pair| pair[0].name == pair[1].name).map(|pair| pair[0].name.as_str());
         if let Some(name) = twice {
             let expected = "different names for all parameters and their optimizer state";
@@ -575,7 +528,7 @@ impl NewFile<'_> {
             for part in &parts {
                 digest.begin(&part.name, &part.extents);
                 let mut failed = None;
-                let read = part.for_each_piece(self.source, &mut |piece, finite| {
+                let read = part.for_each_piece(&mut |piece, finite| {
                     self.check(part, finite)?;
                     digest.add(piece);
                     if failed.is_none() {
@@ -600,22 +553,10 @@ impl NewFile<'_> {
         match stopped {
             // If several tensors are not finite, the error names the first one in the model's
             // order.
-            Some(error @ Error::NotFinite { .. }) if !self.source.is_shared() => self.check_all().and(Err(error)),
+            Some(error @ Error::NotFinite { .. }) => self.check_all().and(Err(error)),
             Some(error) => Err(error),
             None => written,
         }
-    }
-
-    /// Returns the tensors in the order of the file.
-    fn sorted(&self) -> Vec<&SavedTensor<'_>> {
-        let mut parts: Vec<&SavedTensor<'_>> = self.parts.iter().collect();
-        parts.sort_by(|one, other| one.name.cmp(&other.name));
-        parts
-    }
-
-    /// Sends this rank's slices of all tensors to the rank that writes them.
-    fn send(&self) -> Result<()> {
-        self.sorted().into_iter().try_for_each(|part| part.for_each_piece(self.source, &mut |_, _| Ok(())))
     }
 
     /// Returns the file's header, whose length does not depend on the digest's value.
@@ -632,8 +573,7 @@ impl NewFile<'_> {
 
     /// Checks all tensors in the model's order.
     fn check_all(&self) -> Result<()> {
-        let each = |part: &SavedTensor<'_>| part.for_each_piece(self.source, &mut |_, finite| self.check(part, finite));
-        self.parts.iter().try_for_each(each)
+        self.parts.iter().try_for_each(|part| part.for_each_piece(&mut |_, finite| self.check(part, finite)))
     }
 }
 

@@ -226,13 +226,7 @@ fn run<S: ops::Cast, M: Model<S>>(
 struct Freed;
 
 impl GradientConsumer for Freed {
-    fn consume<'s>(
-        &mut self,
-        _: &Step<'s>,
-        _: Range<usize>,
-        _: Option<LentMasters<'_, 's>>,
-        _: Lent<'_, 's>,
-    ) -> Result<()> {
+    fn consume<'s>(&mut self, _: &Step<'s>, _: Range<usize>, _: LentMasters<'_, 's>, _: Lent<'_, 's>) -> Result<()> {
         Ok(())
     }
 }

@@ -220,7 +220,7 @@ impl Speed {
             experts_of(config, entry.name()).map_or(elements, |mixture| elements / mixture.experts * mixture.chosen)
         };
         let each_token: usize = entries.iter().copied().filter(is_factor).map(used).sum();
-        let bf16 = parameters.has_bf16();
+        let bf16 = parameters.bf16_copy().is_some();
         self.of_peak(each_token as f64, peak(&device.description().name, bf16, precision))
     }
 

@@ -5,7 +5,6 @@
 
 #![forbid(unsafe_code)]
 
-use super::kept::Kept;
 use super::spec::{ParameterEntry, ParameterSpec};
 use super::weights::draw;
 use crate::buffer::Buffer;
@@ -15,7 +14,6 @@ use crate::tensor::{Element, Memory};
 use crate::upload::{Content, Transfer};
 use kernels::update::RUN;
 use std::fmt;
-use std::ops::Range;
 
 /// The new contents of a flat region, which is borrowed for writing.
 pub struct RegionContents<'r> {
@@ -23,7 +21,6 @@ pub struct RegionContents<'r> {
     memory: Memory<u8>,
     element_bytes: usize,
     run_bytes: usize,
-    kept: Kept,
     write: Box<WriteRegion<'r>>,
 }
 
@@ -33,46 +30,12 @@ pub struct RegionContents<'r> {
 pub type WriteRegion<'w> = dyn Fn(usize, &ParameterEntry, usize, &mut [u8]) + Sync + 'w;
 
 impl<'r> RegionContents<'r> {
-    /// Describes the bytes that `write` writes for each parameter. The region stores the elements
-    /// that are kept.
-    pub fn new<T: Element>(kept: &Kept, region: &'r mut Buffer<T>, write: Box<WriteRegion<'r>>) -> Self {
+    /// Describes the bytes that `write` writes for each parameter.
+    pub fn new<T: Element>(spec: &ParameterSpec, region: &'r mut Buffer<T>, write: Box<WriteRegion<'r>>) -> Self {
         let memory = region.memory().bytes();
-        let run_bytes = memory.len() / (kept.stored_elements() / RUN);
-        let (element_bytes, kept) = (size_of::<T>(), kept.clone());
-        Self { device: region.device().clone(), memory, element_bytes, run_bytes, kept, write }
-    }
-
-    /// Returns each range that is kept, as its bytes in the memory and its first byte in the whole
-    /// region.
-    fn ranges(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
-        let bytes = |element: usize| element / RUN * self.run_bytes;
-        self.kept.ranges().iter().scan(0, move |place, kept| {
-            let start = *place;
-            *place += bytes(kept.end) - bytes(kept.start);
-            Some((start..*place, bytes(kept.start)))
-        })
-    }
-
-    /// Fills `place` with the bytes of the memory from byte `offset` on.
-    fn fill(&self, spec: &ParameterSpec, offset: usize, mut place: &mut [u8]) {
-        let mut at = offset;
-        for (bytes, whole) in self.ranges().filter(|(bytes, _)| bytes.end > offset) {
-            let len = place.len().min(bytes.end - at);
-            let (part, rest) = std::mem::take(&mut place).split_at_mut(len);
-            spec.trained().fill_as(|entry| entry.bytes_in(self.run_bytes), whole + at - bytes.start, part, &self.write);
-            (at, place) = (at + part.len(), rest);
-            if place.is_empty() {
-                return;
-            }
-        }
-        place.fill(0);
-    }
-
-    /// Returns the parameter of a byte of the memory, and the byte's offset within it.
-    fn name(&self, spec: &ParameterSpec, offset: usize) -> (String, usize) {
-        let whole = self.ranges().find(|(bytes, _)| bytes.contains(&offset));
-        let whole = whole.map_or(offset, |(bytes, whole)| whole + offset - bytes.start);
-        spec.trained().name_as(|entry| entry.bytes_in(self.run_bytes), whole)
+        let run_bytes = memory.len() / (spec.elements() / RUN);
+        let element_bytes = size_of::<T>();
+        Self { device: region.device().clone(), memory, element_bytes, run_bytes, write }
     }
 }
 
@@ -85,11 +48,19 @@ impl fmt::Debug for RegionContents<'_> {
 /// Uploads contents of regions of a spec, one after another.
 pub(super) fn upload(spec: &ParameterSpec, contents: &[RegionContents<'_>], transfer: Transfer<'_>) -> Result<()> {
     let Some(RegionContents { device, .. }) = contents.first() else { return Ok(()) };
+    let bytes_of = |run_bytes: usize| move |entry: &ParameterEntry| entry.bytes_in(run_bytes);
     let fills: Vec<Box<Fill<'_>>> = contents
         .iter()
-        .map(|content| -> Box<Fill<'_>> { Box::new(|offset, place| content.fill(spec, offset, place)) })
+        .map(|content| -> Box<Fill<'_>> {
+            Box::new(|offset, place| {
+                spec.trained().fill_as(bytes_of(content.run_bytes), offset, place, &content.write);
+            })
+        })
         .collect();
-    let names: Vec<_> = contents.iter().map(|content| move |offset: usize| content.name(spec, offset)).collect();
+    let names: Vec<_> = contents
+        .iter()
+        .map(|content| move |offset: usize| spec.trained().name_as(bytes_of(content.run_bytes), offset))
+        .collect();
     let uploads: Vec<_> = contents
         .iter()
         .zip(fills.iter().zip(&names))

@@ -5,12 +5,12 @@
 
 #![forbid(unsafe_code)]
 
-use super::flat::Flat;
 use super::masters::LentMasters;
 use super::matrix::MatrixWeights;
 use super::spec::{GradientType, Parameter, ParameterSpec, StackedParameters};
-use super::weights::Parameters;
+use super::weights::{Flat, Parameters};
 use crate::buffer::{AnyBuffer, Buffer};
+use crate::elementary;
 use crate::error::{Error, Result};
 use crate::step::Step;
 use crate::tensor::{Element, Lent, LentMut, Memory, Shape, Source, Stored, Target};
@@ -40,11 +40,10 @@ impl Gradients {
     /// [`Error::DeviceMemory`] when the device has no room.
     pub fn zeros(parameters: &Parameters) -> Result<Self> {
         let (spec, device) = (parameters.spec().clone(), parameters.device());
-        let kept = parameters.kept().clone();
-        let elements = kept.stored_elements();
+        let elements = spec.elements();
         let flat = match spec.gradients() {
-            GradientType::F32 => FlatGradients::F32(Flat { values: Buffer::zeros(device, elements)?, kept, spec }),
-            GradientType::Bf16 => FlatGradients::Bf16(Flat { values: Buffer::zeros(device, elements)?, kept, spec }),
+            GradientType::F32 => FlatGradients::F32(Flat { values: Buffer::zeros(device, elements)?, spec }),
+            GradientType::Bf16 => FlatGradients::Bf16(Flat { values: Buffer::zeros(device, elements)?, spec }),
             GradientType::Released => FlatGradients::Released(spec),
         };
         Ok(Self { flat })
@@ -73,9 +72,14 @@ impl Gradients {
     /// # Errors
     /// [`Error::Misuse`] when they are on another device.
     pub fn zero(&mut self, step: &Step<'_>) -> Result<()> {
+        let elements = [self.spec().elements()];
         match &mut self.flat {
-            FlatGradients::F32(flat) => flat.zero(step),
-            FlatGradients::Bf16(flat) => flat.zero(step),
+            FlatGradients::F32(flat) => {
+                elementary::fill_into(step, &mut step.lend_mut(&mut flat.values, elements)?, 0.0)
+            }
+            FlatGradients::Bf16(flat) => {
+                elementary::fill_into(step, &mut step.lend_mut(&mut flat.values, elements)?, 0.0)
+            }
             FlatGradients::Released(_) => Ok(()),
         }
     }
@@ -94,8 +98,8 @@ impl Gradients {
         })
     }
 
-    /// Lends all gradients that are stored here as one flat region to kernels of a step that write
-    /// them. Keep the padding between parameters zero.
+    /// Lends all gradients as one flat region to kernels of a step that write them. Keep the
+    /// padding between parameters zero.
     ///
     /// # Errors
     /// [`Error::Misuse`] when they are on another device, or stored in another type.
@@ -164,12 +168,16 @@ impl Gradients {
     /// the step.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when they are on another device or another rank; [`Error::ArenaFull`].
+    /// [`Error::Misuse`] when they are on another device; [`Error::ArenaFull`].
+    ///
+    /// # Panics
+    /// Panics if the range exceeds the region.
     pub fn lend<'b, 's>(&'b self, step: &Step<'s>, range: Range<usize>) -> Result<MatrixWeights<'b, 's, f32>> {
+        let elements = [self.spec().elements()];
         Ok(match &self.flat {
-            FlatGradients::F32(flat) => MatrixWeights::Lent(flat.lend(step, &range)?),
+            FlatGradients::F32(flat) => MatrixWeights::Lent(step.lend(&flat.values, elements)?.part(range)),
             FlatGradients::Bf16(flat) => {
-                let stored = flat.lend(step, &range)?;
+                let stored = step.lend(&flat.values, elements)?.part(range);
                 let mut converted = step.empty(stored.shape())?;
                 step.launch(cast_to_f32 { x: stored.slice(), out: converted.out() })?;
                 MatrixWeights::Converted(converted)
@@ -192,10 +200,9 @@ impl Gradients {
 
     /// Waits, and returns all gradients by the positions of the spec.
     pub fn read_flat(&self) -> Result<Vec<f32>> {
-        let all = 0..self.spec().elements();
         match &self.flat {
-            FlatGradients::F32(flat) => flat.read_range(&all),
-            FlatGradients::Bf16(flat) => Ok(flat.read_range(&all)?.into_iter().map(bf16::to_f32).collect()),
+            FlatGradients::F32(flat) => flat.values.read(),
+            FlatGradients::Bf16(flat) => Ok(flat.values.read()?.into_iter().map(bf16::to_f32).collect()),
             FlatGradients::Released(_) => Err(released()),
         }
     }
@@ -254,8 +261,7 @@ fn check_distinct(parameters: &[Parameter]) -> Result<()> {
 /// [`Tape::backward_consumed`](crate::Tape::backward_consumed).
 pub trait GradientConsumer {
     /// Receives the gradient of these elements of the flat region, which are whole runs of 64, and
-    /// their weights. Nothing in the pass reads these weights any more. There are no weights if the
-    /// ranks of a group keep slices of them.
+    /// their weights. Nothing in the pass reads these weights any more.
     ///
     /// # Errors
     /// Any error ends the pass.
@@ -263,7 +269,7 @@ pub trait GradientConsumer {
         &mut self,
         step: &Step<'s>,
         elements: Range<usize>,
-        weights: Option<LentMasters<'_, 's>>,
+        weights: LentMasters<'_, 's>,
         gradient: Lent<'_, 's>,
     ) -> Result<()>;
 }

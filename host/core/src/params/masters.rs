@@ -7,10 +7,9 @@
 #![forbid(unsafe_code)]
 
 use super::contents::{RegionContents, Values, WriteRegion};
-use super::flat::Flat;
-use super::kept::Kept;
 use super::matrix::MatrixWeights;
 use super::spec::{MasterType, ParameterSpec, StateType};
+use super::weights::Flat;
 use crate::buffer::{AnyBuffer, Buffer, PIECE_BYTES};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -144,41 +143,30 @@ impl LentMasters<'_, '_> {
 }
 
 impl Masters {
-    /// Makes weights with unspecified values for the elements that are kept.
-    pub(super) fn allocate(device: &Device, spec: &ParameterSpec, kept: Kept) -> Result<Self> {
-        let (spec, elements) = (spec.clone(), kept.stored_elements());
+    /// Makes weights with unspecified values.
+    pub(super) fn allocate(device: &Device, spec: &ParameterSpec) -> Result<Self> {
+        let elements = spec.elements();
         Ok(match spec.masters() {
             MasterType::F32 => {
                 let values = Buffer::allocate(device, elements)?;
-                Self::F32 { weights: Flat { spec, kept, values }, copy: None }
+                Self::F32 { weights: Flat { spec: spec.clone(), values }, copy: None }
             }
             MasterType::Split => {
                 let values = Buffer::allocate(device, elements)?;
                 let corrections = Buffer::allocate(device, elements / PER_WORD)?;
-                Self::Split { halves: Flat { spec, kept, values }, corrections }
+                Self::Split { halves: Flat { spec: spec.clone(), values }, corrections }
             }
         })
     }
 
-    /// Makes weights of the same type with unspecified values, for so many elements.
-    pub(super) fn slot(&self, elements: usize) -> Result<Self> {
-        Self::allocate(self.device(), self.spec(), Kept::all(elements))
-    }
-
     /// Adds a BF16 copy to weights in f32. Split masters need none.
     pub(super) fn with_bf16_copy(self) -> Result<Self> {
-        let masters = self.with_unrounded_copy()?;
-        masters.round(0..masters.kept().stored_elements())?;
-        Ok(masters)
-    }
-
-    /// Adds a BF16 copy with unspecified values to weights in f32.
-    pub(super) fn with_unrounded_copy(self) -> Result<Self> {
         let Self::F32 { weights, .. } = self else { return Ok(self) };
-        let Flat { spec, kept, values } = &weights;
-        let (spec, kept) = (spec.clone(), kept.clone());
-        let copy = Some(Flat { spec, kept, values: Buffer::allocate(values.device(), values.len())? });
-        Ok(Self::F32 { weights, copy })
+        let Flat { spec, values } = &weights;
+        let copy = Some(Flat { spec: spec.clone(), values: Buffer::allocate(values.device(), values.len())? });
+        let masters = Self::F32 { weights, copy };
+        masters.round(masters.all())?;
+        Ok(masters)
     }
 
     pub(super) fn spec(&self) -> &ParameterSpec {
@@ -195,12 +183,9 @@ impl Masters {
         }
     }
 
-    /// The elements that are stored. All other ranges of this type are places among them.
-    pub(super) fn kept(&self) -> &Kept {
-        match self {
-            Self::F32 { weights, .. } => &weights.kept,
-            Self::Split { halves, .. } => &halves.kept,
-        }
+    /// The elements of all weights.
+    fn all(&self) -> Range<usize> {
+        0..self.spec().elements()
     }
 
     /// The regions that hold the weights: f32, or the halves and then the corrections.
@@ -209,15 +194,6 @@ impl Masters {
             Self::F32 { weights, .. } => vec![AnyBuffer::F32(&weights.values)],
             Self::Split { halves, corrections } => vec![AnyBuffer::Bf16(&halves.values), AnyBuffer::U32(corrections)],
         }
-    }
-
-    /// The regions of [`Masters::regions`], and the copy.
-    pub(super) fn all_regions(&self) -> Vec<AnyBuffer<'_>> {
-        let copy = match self {
-            Self::F32 { copy, .. } => copy.as_ref().map(|copy| AnyBuffer::Bf16(&copy.values)),
-            Self::Split { .. } => None,
-        };
-        self.regions().into_iter().chain(copy).collect()
     }
 
     /// The region in BF16 that products read, if there is one.
@@ -239,24 +215,24 @@ impl Masters {
 
     /// Describes new contents of all regions, from values in f32.
     pub(super) fn contents_of<'r>(&'r mut self, values: &'r Values<'r>) -> Vec<RegionContents<'r>> {
-        let kept = &self.kept().clone();
+        let spec = self.spec().clone();
         match self {
             Self::F32 { weights, .. } => {
                 let write = |number, entry: &_, within, part: &mut [u8]| {
                     values.write((number, entry), within / size_of::<f32>(), part, f32::to_le_bytes);
                 };
-                vec![RegionContents::new(kept, &mut weights.values, Box::new(write))]
+                vec![RegionContents::new(&spec, &mut weights.values, Box::new(write))]
             }
             Self::Split { halves, corrections } => {
                 let write = |number, entry: &_, within, part: &mut [u8]| {
                     let half = |value| (split(value).0 as u16).to_le_bytes();
                     values.write((number, entry), within / size_of::<bf16>(), part, half);
                 };
-                let halves = RegionContents::new(kept, &mut halves.values, Box::new(write));
+                let halves = RegionContents::new(&spec, &mut halves.values, Box::new(write));
                 let write = |number, entry: &_, within, part: &mut [u8]| {
                     values.write((number, entry), within, part, |value| [split(value).1 as u8]);
                 };
-                vec![halves, RegionContents::new(kept, corrections, Box::new(write))]
+                vec![halves, RegionContents::new(&spec, corrections, Box::new(write))]
             }
         }
     }
@@ -264,13 +240,13 @@ impl Masters {
     /// Describes new contents of all regions, in the order of [`Masters::regions`]: each from the
     /// writer of its bytes.
     pub(super) fn contents<'r>(&'r mut self, writers: Vec<Box<WriteRegion<'r>>>) -> Vec<RegionContents<'r>> {
-        let (kept, mut writers) = (&self.kept().clone(), writers.into_iter());
+        let (spec, mut writers) = (self.spec().clone(), writers.into_iter());
         let mut next = || writers.next().expect("a writer for each region");
         match self {
-            Self::F32 { weights, .. } => vec![RegionContents::new(kept, &mut weights.values, next())],
+            Self::F32 { weights, .. } => vec![RegionContents::new(&spec, &mut weights.values, next())],
             Self::Split { halves, corrections } => vec![
-                RegionContents::new(kept, &mut halves.values, next()),
-                RegionContents::new(kept, corrections, next()),
+                RegionContents::new(&spec, &mut halves.values, next()),
+                RegionContents::new(&spec, corrections, next()),
             ],
         }
     }
@@ -331,11 +307,11 @@ impl Masters {
         range.clone().step_by(most).try_for_each(|start| each(&self.read(start..range.end.min(start + most))?))
     }
 
-    /// Finds the first parameter that is not finite here. Waits. Needs host memory for one piece.
+    /// Finds the first parameter that is not finite. Waits. Needs host memory for one piece.
     pub(super) fn first_not_finite(&self) -> Result<Option<&str>> {
         for entry in self.spec().entries() {
             let mut finite = true;
-            self.for_each_piece(self.kept().places(&entry.range()), &mut |piece| {
+            self.for_each_piece(entry.range(), &mut |piece| {
                 finite &= are_finite(piece);
                 Ok(())
             })?;

@@ -32,17 +32,8 @@ impl<'b, 's, S: Stored> MatrixWeights<'b, 's, S> {
         Lent::new(self.memory(), self.shape())
     }
 
-    /// Loosens the borrow. The caller is the backward pass, which pins the weights until the running
-    /// op's closure ends. No closure can keep what has the lifetime of the pass.
-    pub(crate) fn of_running_op<'o>(self) -> MatrixWeights<'o, 's, S> {
-        match self {
-            Self::Lent(lent) => MatrixWeights::Lent(Lent::new(lent.memory(), lent.shape())),
-            Self::Converted(tensor) => MatrixWeights::Converted(tensor),
-        }
-    }
-
     /// Keeps converted weights until the step ends.
-    pub(crate) fn keep(self) -> Lent<'b, 's, S> {
+    pub(super) fn keep(self) -> Lent<'b, 's, S> {
         match self {
             Self::Lent(lent) => lent,
             Self::Converted(tensor) => {

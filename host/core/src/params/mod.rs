@@ -1,11 +1,8 @@
 //! A model's parameters: their names and positions, and the flat regions of weights and gradients.
 
 mod contents;
-mod flat;
 mod frozen;
-mod gathered;
 mod gradients;
-mod kept;
 mod masters;
 mod matrix;
 mod nf4;
@@ -15,11 +12,8 @@ mod spec;
 mod weights;
 
 pub use contents::{RegionContents, WriteRegion};
-pub use gathered::GatherWeights;
-pub(crate) use gathered::Pins;
 pub(crate) use gradients::GradientParts;
 pub use gradients::{GradientConsumer, Gradients};
-pub use kept::Kept;
 pub(crate) use masters::MasterArguments;
 pub use masters::{LentMasters, LentState};
 pub use matrix::MatrixWeights;

@@ -7,8 +7,6 @@
 use super::Gradients;
 use super::contents::{self, RegionContents, Values, WriteRegion};
 use super::frozen::Frozen;
-use super::gathered::{GatherWeights, Gathered, Pins};
-use super::kept::Kept;
 use super::masters::{LentMasters, Masters};
 use super::matrix::MatrixWeights;
 use super::nf4::Nf4Matrix;
@@ -21,22 +19,64 @@ use crate::initializer::Initializer;
 use crate::non_finite::{NonFinite, are_finite};
 use crate::random::SplitMix64;
 use crate::step::Step;
-use crate::tensor::{Lent, Source, Stored, Target, is_finite};
+use crate::tensor::{Lent, Memory, Shape, Source, Stored, Target, is_finite};
 use crate::upload::Transfer;
 use cuda_std::float_mode;
 use half::bf16;
 use kernels::cast::cast_to_bf16;
 use sha2::{Digest, Sha256};
-use std::ops::Range;
-use std::sync::Arc;
+
+/// A flat region of a spec, accessed by parameter.
+#[derive(Debug)]
+pub(super) struct Flat<S: Stored = f32> {
+    pub(super) spec: ParameterSpec,
+    pub(super) values: Buffer<S>,
+}
+
+impl<S: Stored> Flat<S> {
+    /// Returns one parameter's memory. The caller borrows the region according to its use.
+    pub(super) fn part(&self, step: &Step<'_>, parameter: Parameter, written: bool) -> Result<(Memory<S>, Shape)> {
+        step.borrow(&self.values, written)?;
+        let entry = self.spec.trained_entry(parameter)?;
+        Ok((self.values.memory().part(entry.start(), entry.shape().elements()), entry.shape()))
+    }
+
+    /// Returns a stack's memory from the first member's start to the last member's end, in the same
+    /// way.
+    pub(super) fn stack(
+        &self,
+        step: &Step<'_>,
+        stack: &StackedParameters,
+        written: bool,
+    ) -> Result<(Memory<S>, Shape)> {
+        step.borrow(&self.values, written)?;
+        let span = self.spec.trained_span(stack)?;
+        Ok((self.values.memory().part(span.start, span.len()), [span.len()].into()))
+    }
+
+    pub(super) fn read(&self, parameter: Parameter) -> Result<Vec<S>> {
+        let entry = self.spec.trained_entry(parameter)?;
+        self.values.read_range(entry.start(), entry.shape().elements())
+    }
+
+    /// Finds the first parameter that is not finite. Waits. Needs host memory for one piece.
+    pub(super) fn first_not_finite(&self) -> Result<Option<&str>> {
+        for entry in self.spec.entries() {
+            for piece in self.values.pieces(entry.range()) {
+                if !are_finite(&piece?) {
+                    return Ok(Some(entry.name()));
+                }
+            }
+        }
+        Ok(None)
+    }
+}
 
 /// A model's weights on a device.
 #[derive(Debug)]
 pub struct Parameters {
-    pub(super) masters: Masters,
-    pub(super) frozen: Frozen,
-    /// The slots of gathered weights, if the masters are slices.
-    pub(super) gathered: Option<Gathered>,
+    masters: Masters,
+    frozen: Frozen,
     /// True if a caller has written values that are not finite, or was allowed to.
     unchecked: bool,
 }
@@ -48,26 +88,6 @@ impl Parameters {
     /// # Errors
     /// [`Error::DeviceMemory`] when the device has no room.
     pub fn new(device: &Device, spec: &ParameterSpec, seed: u64) -> Result<Self> {
-        Self::keeping(device, spec, seed, Kept::all(spec.elements()))
-    }
-
-    /// Makes weights like [`Parameters::new`], of which this rank keeps slices. Each unit is
-    /// gathered before an op reads it. The units are adjacent ranges of whole parameters.
-    #[doc(hidden)]
-    pub fn sharded(
-        device: &Device,
-        spec: &ParameterSpec,
-        seed: u64,
-        kept: Kept,
-        units: Vec<Range<usize>>,
-        gather: Arc<dyn GatherWeights>,
-    ) -> Result<Self> {
-        let own = Self::keeping(device, spec, seed, kept)?;
-        let gathered = Some(Gathered::new(&own.masters, units, gather)?);
-        Ok(Self { gathered, ..own })
-    }
-
-    fn keeping(device: &Device, spec: &ParameterSpec, seed: u64, kept: Kept) -> Result<Self> {
         // The number of random numbers that the parameters before each one have used.
         let drawn: Vec<u64> = spec
             .iter()
@@ -79,10 +99,10 @@ impl Parameters {
                 Some(before)
             })
             .collect();
-        let mut masters = Masters::allocate(device, spec, kept)?;
+        let mut masters = Masters::allocate(device, spec)?;
         contents::upload(spec, &masters.contents_of(&Values::Drawn(seed, &drawn)), Transfer::new())?;
         let frozen = Frozen::new(device, spec, seed, &drawn)?;
-        Ok(Self { masters, frozen, gathered: None, unchecked: false })
+        Ok(Self { masters, frozen, unchecked: false })
     }
 
     /// Adds a BF16 copy of the weights, so that products read half the bytes. Each weight is
@@ -112,11 +132,7 @@ impl Parameters {
     /// [`Error::DeviceMemory`] when the device has no room.
     pub fn with_bf16_copy(self) -> Result<Self> {
         let frozen = self.frozen.with_bf16_copy(self.masters.spec())?;
-        let (masters, gathered) = match self.gathered {
-            None => (self.masters.with_bf16_copy()?, None),
-            Some(gathered) => (self.masters, Some(gathered.with_bf16_copy()?)),
-        };
-        Ok(Self { masters, frozen, gathered, unchecked: self.unchecked })
+        Ok(Self { masters: self.masters.with_bf16_copy()?, frozen, unchecked: self.unchecked })
     }
 
     /// Overwrites all trained weights, and other regions of the spec in the same transfer. The
@@ -144,8 +160,7 @@ impl Parameters {
 
     /// Rounds all weights to their copy. A failed upload may have changed some weights.
     fn round_after(&self, overwritten: Result<()>) -> Result<()> {
-        self.forget_gathered();
-        let rounded = self.masters.round(0..self.kept().stored_elements());
+        let rounded = self.masters.round(0..self.spec().elements());
         overwritten.and(rounded)
     }
 
@@ -185,30 +200,6 @@ impl Parameters {
     /// The names, shapes and positions.
     pub fn spec(&self) -> &ParameterSpec {
         self.masters.spec()
-    }
-
-    /// The elements of the flat region whose weights are stored here: all of them, or the slices of
-    /// a rank.
-    pub fn kept(&self) -> &Kept {
-        self.masters.kept()
-    }
-
-    /// True if the ranks of a group keep slices of the weights. Then all ranks must read weights
-    /// together, because each read gathers them.
-    pub fn are_sharded(&self) -> bool {
-        self.gathered.is_some()
-    }
-
-    /// The bytes of the trained weights on this device, with their copy and the slots into which
-    /// slices are gathered.
-    pub fn trained_bytes(&self) -> usize {
-        let own: usize = self.masters.all_regions().into_iter().map(AnyBuffer::bytes).sum();
-        own + self.gathered.as_ref().map_or(0, Gathered::bytes)
-    }
-
-    /// Empties the slots of gathered weights, because the weights have changed.
-    fn forget_gathered(&self) {
-        self.gathered.iter().for_each(Gathered::forget);
     }
 
     /// The device of the weights.
@@ -285,16 +276,7 @@ impl Parameters {
         if let Some(stored) = entry.frozen() {
             return self.frozen.lend(step, entry, stored);
         }
-        self.whole_masters()?.lend(step, entry.range(), entry.shape())
-    }
-
-    /// Returns the trained weights, of which all are here.
-    fn whole_masters(&self) -> Result<&Masters> {
-        if self.gathered.is_none() {
-            return Ok(&self.masters);
-        }
-        let expected = "an op of a tape, which gathers the weights that it lends, because ranks keep slices of them";
-        Err(Error::misuse("lend", expected, "a lend outside of an op"))
+        self.masters.lend(step, entry.range(), entry.shape())
     }
 
     /// Lends a stack's weights from the first member's start to the last member's end, flat.
@@ -320,7 +302,7 @@ impl Parameters {
         }
         let (span, _) = self.spec().span(stack)?;
         let shape = [span.len()].into();
-        Ok(self.whole_masters()?.lend(step, span, shape)?.keep())
+        Ok(self.masters.lend(step, span, shape)?.keep())
     }
 
     /// Waits, and returns one parameter's weights.
@@ -331,50 +313,30 @@ impl Parameters {
         self.read_as(parameter)
     }
 
-    /// Waits, and returns one parameter's weights as S, to which they are converted. If
-    /// [ranks keep slices](Parameters::are_sharded), all ranks must call it.
+    /// Waits, and returns one parameter's weights as S, to which they are converted.
     pub fn read_as<S: Stored>(&self, parameter: Parameter) -> Result<Vec<S>> {
         let entry = self.spec().entry(parameter)?;
         match entry.frozen() {
             Some(stored) => self.frozen.read(entry, stored),
-            None => Ok(self.read_range(&entry.range())?.into_iter().map(S::narrow).collect()),
+            None => Ok(self.masters.read(entry.range())?.into_iter().map(S::narrow).collect()),
         }
     }
 
     /// Waits, and returns all trained weights as one flat region of the spec.
     pub fn read_flat(&self) -> Result<Vec<f32>> {
-        match &self.gathered {
-            None => self.masters.read(0..self.spec().elements()),
-            Some(gathered) => {
-                let read: Vec<_> = gathered.units().iter().map(|unit| self.read_range(unit)).collect::<Result<_>>()?;
-                Ok(read.concat())
-            }
-        }
+        self.masters.read(0..self.spec().elements())
     }
 
-    /// Waits, and returns the weights of a range of one unit.
-    fn read_range(&self, range: &Range<usize>) -> Result<Vec<f32>> {
-        let pins = Pins::new(self);
-        let (masters, range) = pins.place(range)?;
-        masters.read(range)
-    }
-
-    /// The flat regions in which the trained weights that are here are stored: one of f32, or the
-    /// halves of split masters and then their corrections, four in a word.
+    /// The flat regions in which the trained weights are stored: one of f32, or the halves of split
+    /// masters and then their corrections, four in a word.
     pub fn regions(&self) -> Vec<AnyBuffer<'_>> {
         self.masters.regions()
     }
 
     /// The flat region of BF16 that products read, with the same positions, if there is one: the
-    /// copy of all trained weights, or the halves of split masters. There is none if ranks keep
-    /// slices.
+    /// copy of all trained weights, or the halves of split masters.
     pub fn bf16_copy(&self) -> Option<&Buffer<bf16>> {
-        self.masters.bf16().filter(|_| self.gathered.is_none()).map(|region| &region.values)
-    }
-
-    /// True if products can read the trained weights in BF16.
-    pub fn has_bf16(&self) -> bool {
-        self.gathered.as_ref().map_or_else(|| self.masters.bf16().is_some(), Gathered::has_bf16)
+        self.masters.bf16().map(|region| &region.values)
     }
 
     /// Overwrites one parameter's weights, row-major, after the work queued before.
@@ -400,11 +362,7 @@ impl Parameters {
         if let Some(stored) = entry.frozen() {
             return self.frozen.write(entry, stored, values);
         }
-        self.forget_gathered();
-        let parts: Vec<_> = self.kept().within(&range).collect();
-        parts.into_iter().try_for_each(|(part, place)| {
-            self.masters.write(place, &values[part.start - range.start..part.end - range.start])
-        })
+        self.masters.write(range.start, values)
     }
 
     /// Overwrites a matrix of a parameter that is frozen in NF4. `number` is its place among the
@@ -438,19 +396,18 @@ impl Parameters {
         self.frozen.sha256(self.spec())
     }
 
-    /// Lends all trained weights that are here to kernels of a step that write them.
+    /// Lends all trained weights to kernels of a step that write them.
     ///
     /// # Errors
     /// [`Error::Misuse`] when they are on another device.
     pub fn lend_masters<'b, 's>(&'b mut self, step: &Step<'s>) -> Result<LentMasters<'b, 's>> {
-        self.forget_gathered();
         self.masters.lend_mut(step)
     }
 
     /// Lends all trained weights to a backward pass, which lets those be written that it no longer
-    /// reads. There are none if ranks keep slices.
-    pub(crate) fn lend_to_pass<'b, 's>(&'b self, step: &Step<'s>) -> Result<Option<LentMasters<'b, 's>>> {
-        self.gathered.is_none().then(|| self.masters.lend_to_pass(step)).transpose()
+    /// reads.
+    pub(crate) fn lend_to_pass<'b, 's>(&'b self, step: &Step<'s>) -> Result<LentMasters<'b, 's>> {
+        self.masters.lend_to_pass(step)
     }
 
     /// Queues the rounding of all weights to their copy, if there is one.
@@ -465,15 +422,12 @@ impl Parameters {
     }
 
     /// The SHA-256 of names, shapes and the trained weights' bytes (little-endian f32), in the
-    /// spec's order, in hexadecimal. If [ranks keep slices](Parameters::are_sharded), all ranks
-    /// must call it.
+    /// spec's order, in hexadecimal.
     pub fn sha256(&self) -> Result<String> {
         let mut hash = Sha256::new();
         for entry in self.spec().entries() {
             hash.update(format!("{}{}\n", entry.name(), entry.shape()));
-            let pins = Pins::new(self);
-            let (masters, range) = pins.place(&entry.range())?;
-            masters.for_each_piece(range, &mut |piece| {
+            self.masters.for_each_piece(entry.range(), &mut |piece| {
                 hash.update(bytemuck::cast_slice(piece));
                 Ok(())
             })?;

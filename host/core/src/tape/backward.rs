@@ -8,8 +8,7 @@ use super::var::{Var, check};
 use crate::elementary;
 use crate::error::{Error, Result, short};
 use crate::params::{
-    GradientConsumer, GradientParts, GradientType, Gradients, MatrixWeights, Parameter, Parameters, Pins,
-    StackedParameters,
+    GradientConsumer, GradientParts, Gradients, MatrixWeights, Parameter, Parameters, StackedParameters,
 };
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, LentMut, Memory, Shape, Source, Stored, Target, Tensor};
@@ -96,8 +95,6 @@ impl Uses {
 pub struct Backward<'b, 't, 's> {
     step: &'t Step<'s>,
     parameters: &'t Parameters,
-    /// The weights that the running op lends.
-    pins: Pins<'t>,
     /// The identity of the running tape.
     tape: u64,
     /// The name of the running op.
@@ -137,7 +134,6 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         Self {
             step,
             parameters,
-            pins: Pins::new(parameters),
             tape,
             op: "backward",
             gradients,
@@ -179,9 +175,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         }
         self.step.region().attribute(Some(site));
         self.op = op;
-        let done = backward(self, upstream);
-        self.pins.release();
-        done?;
+        backward(self, upstream)?;
         self.round()?;
         if self.taken.is_empty() {
             return Ok(());
@@ -207,7 +201,6 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     {
         let (written, unrounded, taken) = (std::mem::take(&mut self.written), Vec::new(), Vec::new());
         let (parameters, op, held) = (self.parameters, self.op, Vec::new());
-        let pins = Pins::new(parameters);
         let outside = (0..first_uses.len()).map(|index| !self.uses.are_over(index)).collect();
         let uses = Uses { first: first_uses, outside, from: usize::MAX };
         let gradients = match &mut self.gradients {
@@ -215,7 +208,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
             Destination::Consumed(consumer) => Destination::Consumed(&mut **consumer),
         };
         let mut inner =
-            Backward { step, parameters, pins, tape, op, gradients, uses, held, unrounded, written, pending, taken };
+            Backward { step, parameters, tape, op, gradients, uses, held, unrounded, written, pending, taken };
         inner.run_all(records)?;
         let Backward { written, pending, held, .. } = inner;
         self.written = written;
@@ -248,7 +241,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         let (spec, step) = (self.parameters.spec(), self.step);
         for (range, gradient) in std::mem::take(&mut self.held) {
             if spec.indices(&range).all(|index| self.uses.are_over(index)) {
-                let weights = self.parameters.lend_to_pass(step)?.map(|weights| weights.part(range.clone()));
+                let weights = self.parameters.lend_to_pass(step)?.part(range.clone());
                 let lent = Lent::new(gradient.memory(), [range.len()].into());
                 consumer.consume(step, range, weights, lent)?;
                 step.free(gradient);
@@ -284,15 +277,6 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         Ok(memory)
     }
 
-    /// Rounds a held gradient to BF16 before an op adds to it, as if it were stored.
-    fn round_held(&self, held: Memory<f32>, shape: Shape) -> Result<()> {
-        let (mut held, mut rounded) = (LentMut::new(held, shape), self.step.empty::<bf16>(shape)?);
-        self.step.launch(cast_to_bf16 { x: held.slice(), out: rounded.out() })?;
-        self.step.launch(cast_to_f32 { x: rounded.slice(), out: held.out() })?;
-        self.step.free(rounded);
-        Ok(())
-    }
-
     /// Rounds the gradients that have been lent in f32 to BF16, which is stored.
     fn round(&mut self) -> Result<()> {
         for (stored, gradient) in self.unrounded.drain(..) {
@@ -311,15 +295,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
         let parts = match parts {
             GradientParts::F32(parts) => parts,
             GradientParts::Unstored(parts) => {
-                let rounds = self.parameters.spec().gradients() == GradientType::Bf16;
-                let mut hold = |((range, shape), &written): ((Range<usize>, Shape), &bool)| {
-                    let memory = self.hold(range, written)?;
-                    if written && rounds {
-                        self.round_held(memory, shape)?;
-                    }
-                    Ok((memory, shape))
-                };
-                parts.into_iter().zip(written).map(&mut hold).collect::<Result<_>>()?
+                let hold = |((range, shape), &written)| self.hold(range, written).map(|memory| (memory, shape));
+                parts.into_iter().zip(written).map(hold).collect::<Result<_>>()?
             }
             GradientParts::Bf16(parts) => {
                 let step = self.step;
@@ -349,7 +326,7 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// # Errors
     /// [`Error::Misuse`] when they are on a different device than the step, or the handle belongs
     /// to another parameter spec.
-    pub fn weights(&self, parameter: Parameter) -> Result<Lent<'b, 's>> {
+    pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
         self.weights_as(parameter)
     }
 
@@ -358,9 +335,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when there is no copy.
-    #[track_caller]
-    pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'b, 's, S>> {
-        Ok(self.matrix(parameter)?.keep())
+    pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
+        self.parameters.lend_as(self.step, parameter).map_err(|error| error.in_op(self.op))
     }
 
     /// Lends the weights of a parameter as S; see [`Op::matrix`](super::Op::matrix).
@@ -369,16 +345,15 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     /// [`Error::Misuse`] when there is no copy; [`Error::ArenaFull`] when converted weights have no
     /// room.
     #[track_caller]
-    pub fn matrix<S: Stored>(&self, parameter: Parameter) -> Result<MatrixWeights<'b, 's, S>> {
-        let matrix = self.pins.matrix(self.step, parameter).map_err(|error| error.in_op(self.op))?;
-        Ok(matrix.of_running_op())
+    pub fn matrix<S: Stored>(&self, parameter: Parameter) -> Result<MatrixWeights<'t, 's, S>> {
+        self.parameters.matrix(self.step, parameter).map_err(|error| error.in_op(self.op))
     }
 
     /// Lends a stack's weights, flat; see [`Op::stack_weights`](super::Op::stack_weights).
     ///
     /// # Errors
     /// [`Error::Misuse`] for a stack without members.
-    pub fn stack_weights(&self, stack: &StackedParameters) -> Result<Lent<'b, 's>> {
+    pub fn stack_weights(&self, stack: &StackedParameters) -> Result<Lent<'t, 's>> {
         self.stack_weights_as(stack)
     }
 
@@ -386,9 +361,8 @@ impl<'b, 't, 's> Backward<'b, 't, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when there is no copy.
-    pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'b, 's, S>> {
-        let weights = self.pins.stack(self.step, stack).map_err(|error| error.in_op(self.op))?;
-        Ok(weights.of_running_op().keep())
+    pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'t, 's, S>> {
+        self.parameters.lend_stack_as(self.step, stack).map_err(|error| error.in_op(self.op))
     }
 
     /// True if a parameter is trained. A frozen parameter has no gradient.

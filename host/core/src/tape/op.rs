@@ -8,7 +8,7 @@ use super::record::Tape;
 use super::var::{AnyVar, Dependence, Var, check};
 use crate::elementary;
 use crate::error::{Error, Result};
-use crate::params::{FrozenType, MatrixWeights, Parameter, Pins, StackedParameters};
+use crate::params::{FrozenType, MatrixWeights, Parameter, StackedParameters};
 use crate::step::Step;
 use crate::tensor::{AnyTensor, Lent, Saved, Shape, Stored, Tensor};
 use cuda_std::float_mode;
@@ -25,8 +25,6 @@ pub struct Op<'o, 't, 's> {
     site: &'static Location<'static>,
     /// The dependence of its variables and of the weights lent so far.
     dependence: Cell<Dependence>,
-    /// The weights that it lends.
-    pins: Pins<'t>,
 }
 
 impl<'t, 's> Tape<'t, 's> {
@@ -44,8 +42,7 @@ impl<'t, 's> Tape<'t, 's> {
     pub(crate) fn op_of(&self, name: &'static str, of: &[&dyn AnyVar]) -> Result<Op<'_, 't, 's>> {
         of.iter().try_for_each(|&var| check(var, name, self.identity))?;
         let dependence = of.iter().map(|var| var.dependence()).max().unwrap_or(Dependence::Unknown);
-        let (dependence, pins) = (Cell::new(dependence), Pins::new(self.parameters));
-        Ok(Op { tape: self, name, site: Location::caller(), dependence, pins })
+        Ok(Op { tape: self, name, site: Location::caller(), dependence: Cell::new(dependence) })
     }
 }
 
@@ -61,7 +58,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// # Errors
     /// [`Error::Misuse`] when they are on a different device than the step, or the handle belongs
     /// to another parameter spec.
-    pub fn weights(&self, parameter: Parameter) -> Result<Lent<'_, 's>> {
+    pub fn weights(&self, parameter: Parameter) -> Result<Lent<'t, 's>> {
         self.weights_as(parameter)
     }
 
@@ -70,9 +67,10 @@ impl<'t, 's> Op<'_, 't, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when there is no copy.
-    #[track_caller]
-    pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'_, 's, S>> {
-        Ok(self.matrix(parameter)?.keep())
+    pub fn weights_as<S: Stored>(&self, parameter: Parameter) -> Result<Lent<'t, 's, S>> {
+        let lent = self.tape.parameters.lend_as(self.tape.step, parameter).map_err(|error| error.in_op(self.name))?;
+        self.depend_on(&[parameter])?;
+        Ok(lent)
     }
 
     /// Lends the weights of a parameter as S, like [`Op::weights_as`], to an op that passes them to
@@ -82,8 +80,8 @@ impl<'t, 's> Op<'_, 't, 's> {
     /// [`Error::Misuse`] when there is no copy; [`Error::ArenaFull`] when converted weights have no
     /// room.
     #[track_caller]
-    pub fn matrix<S: Stored>(&self, parameter: Parameter) -> Result<MatrixWeights<'_, 's, S>> {
-        let matrix = self.pins.matrix(self.tape.step, parameter).map_err(|error| error.in_op(self.name))?;
+    pub fn matrix<S: Stored>(&self, parameter: Parameter) -> Result<MatrixWeights<'t, 's, S>> {
+        let matrix = self.tape.parameters.matrix(self.tape.step, parameter).map_err(|error| error.in_op(self.name))?;
         self.depend_on(&[parameter])?;
         Ok(matrix)
     }
@@ -93,7 +91,7 @@ impl<'t, 's> Op<'_, 't, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] for a stack without members.
-    pub fn stack_weights(&self, stack: &StackedParameters) -> Result<Lent<'_, 's>> {
+    pub fn stack_weights(&self, stack: &StackedParameters) -> Result<Lent<'t, 's>> {
         self.stack_weights_as(stack)
     }
 
@@ -101,10 +99,10 @@ impl<'t, 's> Op<'_, 't, 's> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when there is no copy.
-    pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'_, 's, S>> {
-        let lent = self.pins.stack(self.tape.step, stack).map_err(|error| error.in_op(self.name))?;
+    pub fn stack_weights_as<S: Stored>(&self, stack: &StackedParameters) -> Result<Lent<'t, 's, S>> {
+        let lent = self.tape.parameters.lend_stack_as(self.tape.step, stack).map_err(|error| error.in_op(self.name))?;
         self.depend_on(stack.members())?;
-        Ok(lent.keep())
+        Ok(lent)
     }
 
     /// Notes that the result depends on parameters, all trained or all frozen.

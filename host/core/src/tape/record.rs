@@ -235,9 +235,7 @@ impl<'t, 's> Tape<'t, 's> {
 
     /// Runs the records like [`Tape::backward_overwrite`], but stores no gradients. Each is
     /// computed in f32 in memory of the step, passed to `consumer` as soon as it is final, and
-    /// freed. A parameter that the loss does not depend on has a gradient of zero. If the spec's
-    /// gradients are BF16, a sum is rounded to BF16 before an op adds to it, and `consumer` rounds
-    /// the final one.
+    /// freed. A parameter that the loss does not depend on has a gradient of zero.
     ///
     /// # Errors
     /// As [`Tape::backward`]; those of `consumer`; [`Error::Misuse`] when a parameter that

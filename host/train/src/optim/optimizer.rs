@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use stepscope_core::internals::{Memory, is_finite, watch_launches};
 use stepscope_core::{
-    AnyBuffer, Buffer, Error, GradientConsumer, GradientType, Gradients, Kept, Lent, LentMasters, LentState, ParameterSpec,
+    AnyBuffer, Buffer, Error, GradientConsumer, GradientType, Gradients, Lent, LentMasters, LentState, ParameterSpec,
     Parameters, Phase, Result, Source, Step, Tape, Tensor, Var, ops,
 };
 
@@ -90,11 +90,10 @@ impl<R: UpdateRule> Optimizer<R> {
         }
         let groups = vec![ParameterGroup::default()];
         let settings = Buffer::from_slice(device, &settings_of(&rule, 1, &groups)?)?;
-        let slices = parameters.kept().ranges().to_vec();
-        let elements = slices.iter().map(Range::len).sum();
-        let zeros = |_| State::zeros(device, spec.state(), elements);
+        let zeros = |_| State::zeros(device, spec.state(), spec.elements());
         let state = declared.state.iter().map(zeros).collect::<Result<_>>()?;
         let updates = Arc::new(Updates::new(declared.name, 0));
+        let slices = std::iter::once(0..spec.elements()).collect();
         let is_released = spec.gradients() == GradientType::Released;
         let released_norm = is_released.then(|| Buffer::zeros(device, 1)).transpose()?;
         let group_of = vec![0; spec.entries().len()];
@@ -267,8 +266,7 @@ impl<R: UpdateRule> Optimizer<R> {
         let pieces: Vec<_> = with_places(&self.slices).flat_map(in_pieces).collect();
         for (slice, start) in pieces {
             let lent = gradients.lend(step, slice.clone())?;
-            let place = parameters.kept().places(&slice);
-            let weights = parameters.lend_masters(step)?.part(place);
+            let weights = parameters.lend_masters(step)?.part(slice.clone());
             self.queue_slice(step, (slice, start), (weights, writes_copy), lent.lent(), squared_norm)?;
             lent.free(step);
         }
@@ -379,14 +377,10 @@ impl<R: UpdateRule> GradientConsumer for InBackward<'_, R> {
         &mut self,
         step: &Step<'s>,
         elements: Range<usize>,
-        weights: Option<LentMasters<'_, 's>>,
+        weights: LentMasters<'_, 's>,
         gradient: Lent<'_, 's>,
     ) -> Result<()> {
         let Self(optimizer) = self;
-        let Some(weights) = weights else {
-            let expected = "all weights, because gradients are released";
-            return Err(Error::misuse(optimizer.declared.name, expected, "slices of the ranks of a group"));
-        };
         let _phase = step.enter(Phase::Optimizer);
         if let (LentMasters::F32 { copy: Some(_), .. }, false) = (&weights, optimizer.declared.writes_copy) {
             let expected = "a rule whose `writes_copy` returns true, because gradients are released";
@@ -489,15 +483,6 @@ impl<R: UpdateRule + ?Sized> Optimizer<R> {
             return Ok(&self.state);
         }
         let expected = "the state of all weights: in a group, leave updates, saves and restores to the trainer";
-        Err(Error::misuse(self.name(), expected, format!("the state of elements {:?}", self.slices)))
-    }
-
-    /// Returns an error unless the state covers the elements whose weights are here.
-    pub(crate) fn check_kept(&self, kept: &Kept) -> Result<()> {
-        if self.slices == kept.ranges() {
-            return Ok(());
-        }
-        let expected = format!("the state of elements {:?}: in a group, leave restores to the trainer", kept.ranges());
         Err(Error::misuse(self.name(), expected, format!("the state of elements {:?}", self.slices)))
     }
 

@@ -8,7 +8,7 @@
 use kernels::update::RUN;
 use std::ops::Range;
 use stepscope_core::{
-    AnyBuffer, Buffer, Device, Element, Kept, LentState, RegionContents, Result, StateType, Step, WriteRegion,
+    AnyBuffer, Buffer, Device, Element, LentState, ParameterSpec, RegionContents, Result, StateType, Step, WriteRegion,
 };
 
 /// A part of an optimizer's state for all weights, or for slices of them.
@@ -68,12 +68,11 @@ impl State {
         }
     }
 
-    /// Describes new contents of the state of the elements that are kept, from the writer of its
-    /// bytes.
-    pub(crate) fn contents<'r>(&'r mut self, kept: &Kept, write: Box<WriteRegion<'r>>) -> RegionContents<'r> {
+    /// Describes new contents of the whole state, from the writer of its bytes.
+    pub(crate) fn contents<'r>(&'r mut self, spec: &ParameterSpec, write: Box<WriteRegion<'r>>) -> RegionContents<'r> {
         match self {
-            Self::F32(state) => RegionContents::new(kept, state, write),
-            Self::Bits8(state) => RegionContents::new(kept, state, write),
+            Self::F32(state) => RegionContents::new(spec, state, write),
+            Self::Bits8(state) => RegionContents::new(spec, state, write),
         }
     }
 }

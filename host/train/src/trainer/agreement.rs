@@ -47,8 +47,7 @@ pub(super) fn of_optimizer<R: UpdateRule>(
     settings.add("master weights", format!("{:?}", spec.masters()));
     settings.add("type of the optimizer's state", format!("{:?}", spec.state()));
     settings.add("type of gradients", format!("{:?}", spec.gradients()));
-    settings.add("BF16 copy of the weights", parameters.has_bf16().to_string());
-    settings.add("weights on each rank", if parameters.are_sharded() { "slices" } else { "all" });
+    settings.add("BF16 copy of the weights", parameters.bf16_copy().is_some().to_string());
     settings.add("updates made", optimizer.updates().to_string());
     let Some(configuration) = optimizer.configuration() else {
         let expected = "a rule whose settings the ranks of a group can compare: implement \

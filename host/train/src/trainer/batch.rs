@@ -4,6 +4,7 @@ use super::host_batch::HostBatch;
 use crate::checkpoint::Checkpoint;
 use cuda_std::float_mode;
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 use stepscope_core::internals::short;
 use stepscope_core::{Error, Result};
@@ -155,8 +156,8 @@ impl FromStr for EpochProgress {
 }
 
 /// Returns the first non-finite input of these parts of a batch.
-pub(super) fn first_input<B: HostBatch>(batch: &[B], parts: &[usize]) -> Result<Option<String>> {
-    for &at in parts {
+pub(super) fn first_input<B: HostBatch>(batch: &[B], parts: Range<usize>) -> Result<Option<String>> {
+    for at in parts {
         let inputs = batch[at].inputs()?;
         if let Some((input, row)) = inputs.first_not_finite() {
             let named = inputs.name(input).map_or_else(|| input.to_string(), |name| format!("`{name}`"));

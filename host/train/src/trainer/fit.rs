@@ -8,7 +8,7 @@ use super::host_batch::{HostBatch, IntoBatch};
 use super::model::{LABELS, Model, TrainState};
 use super::setup::Trainer;
 use super::stage::Queued;
-use crate::checkpoint::{Checkpoint, ReadRegion};
+use crate::checkpoint::Checkpoint;
 use crate::optim::{State, UpdateRule};
 use cuda_std::float_mode;
 use std::panic::Location;
@@ -316,7 +316,7 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         })?;
         let update = self.state().optimizer.updates();
         let finite = float_mode::in_default(|| loss.is_finite());
-        self.check(update, Quantity::EvaluationLoss, finite, || first_input(slice::from_ref(samples), &[0]))?;
+        self.check(update, Quantity::EvaluationLoss, finite, || first_input(slice::from_ref(samples), 0..1))?;
         Ok((loss, made))
     }
 
@@ -355,9 +355,8 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         let mut notes = [&[(PROGRESS, progress.to_string())], notes].concat();
         notes.extend(generator.iter().map(|generator| (DROPOUT_SEED, generator.seed().to_string())));
         notes.extend(self.state().deciding_capability().map(|capability| (CAPABILITY, capability.to_string())));
-        let write = |state: &[State], source: &dyn ReadRegion| {
-            Checkpoint::save_whole(path, parameters, Some(optimizer), (state, source), &notes, self.non_finite)
-        };
+        let write =
+            |state: &[State]| Checkpoint::save_whole(path, parameters, Some(optimizer), state, &notes, self.non_finite);
         let saved = match self.agree() {
             Ok(()) => sync.save(parameters, optimizer, &write, Location::caller()),
             Err(error) => Err(error),

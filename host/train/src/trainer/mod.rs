@@ -17,26 +17,18 @@ mod batch;
 mod fit;
 mod forecast;
 mod host_batch;
-#[cfg(feature = "group")]
-mod layout;
 mod memory;
 mod model;
 #[cfg(feature = "progress")]
 mod progress_bar;
-#[cfg(feature = "group")]
-mod ranks;
 mod run;
 mod setup;
-#[cfg(feature = "group")]
-mod sharded;
 #[cfg(feature = "group")]
 mod shards;
 mod stage;
 #[cfg(feature = "group")]
 mod sums;
 mod sync;
-#[cfg(feature = "group")]
-mod units;
 
 pub use batch::{EpochProgress, Update};
 pub use fit::{Ended, Observer};

@@ -175,16 +175,11 @@ impl<M, R: UpdateRule> TrainState<M, R> {
     pub(super) fn advance(&mut self, first: usize) -> Result<(u64, UpdateTicket)> {
         let ticket = self.optimizer.advance()?;
         let number = self.optimizer.updates() + 1;
-        self.draw_for(number, first)?;
+        if let Some(generator) = &mut self.generator {
+            // Each part of the batch adds one. An update that failed leaves no trace.
+            generator.set(generator.seed(), number.rotate_left(u32::BITS) + first as u64)?;
+        }
         Ok((number, ticket))
-    }
-
-    /// Sets the random numbers to those of a part of a batch. Each part adds one, so the next part
-    /// of the batch needs no call. An update that failed leaves no trace.
-    pub(super) fn draw_for(&mut self, number: u64, part: usize) -> Result<()> {
-        self.generator
-            .as_mut()
-            .map_or(Ok(()), |generator| generator.set(generator.seed(), number.rotate_left(u32::BITS) + part as u64))
     }
 
     /// Replaces the model with the one that `wrap` makes of it, with the same parameters.
@@ -222,7 +217,7 @@ impl<M, R: UpdateRule> TrainState<M, R> {
     where
         M: Model<S>,
     {
-        let Self { model, parameters, gradients, optimizer, precision, generator, monitored, sync } = self;
+        let Self { model, parameters, gradients, optimizer, precision, generator, monitored, .. } = self;
         step.set_precision(*precision);
         let tape = Tape::new(step, parameters).of_part(part.samples, part.batch);
         let tape = match generator {
@@ -241,14 +236,6 @@ impl<M, R: UpdateRule> TrainState<M, R> {
             };
             let squared = optimizer.apply_in_backward(ticket, tape, &loss)?;
             return Ok(StepMetrics { loss: *loss.value(), figures, gradients: Some(squared), monitored: None });
-        }
-        if let Some(mut consumer) = sync.consumer(gradients) {
-            if monitored.is_some() {
-                let expected = "no monitored parameter, because no rank has the gradient of a whole parameter";
-                return Err(Error::misuse("update", expected, "`with_monitored`"));
-            }
-            tape.backward_consumed(&loss, &mut *consumer)?;
-            return Ok(StepMetrics { loss: *loss.value(), figures, gradients: None, monitored: None });
         }
         if part.first {
             tape.backward_overwrite(&loss, gradients)?;
@@ -316,9 +303,9 @@ impl<M, R: UpdateRule> TrainState<M, R> {
         let Self { parameters, optimizer, generator, sync, .. } = self;
         let seed = generator.as_ref().map(|_| dropout_seed(checkpoint)).transpose()?;
         sync.restore(checkpoint, site)?;
-        // The state of the weights that are here is restored.
+        // Checkpoints are not sliced.
         let slices = optimizer.slices().to_vec();
-        optimizer.keep(parameters.kept().ranges().to_vec())?;
+        optimizer.keep(std::iter::once(0..parameters.spec().elements()).collect())?;
         let restored = checkpoint.restore_with(parameters, Some(optimizer), Transfer::new().non_finite(non_finite));
         optimizer.keep(slices)?;
         restored?;
@@ -334,7 +321,7 @@ impl<M, R: UpdateRule> TrainState<M, R> {
     /// the rule of 9.0.
     pub(super) fn deciding_capability(&self) -> Option<u32> {
         let device = self.parameters.device();
-        let decides = self.precision != Precision::F32 || self.parameters.has_bf16();
+        let decides = self.precision != Precision::F32 || self.parameters.bf16_copy().is_some();
         decides.then(|| device.description().capability.unwrap_or(90))
     }
 

@@ -35,9 +35,9 @@ struct Plan {
 }
 
 impl Plan {
-    /// Returns the parts that run here, ascending.
-    fn parts(&self) -> Vec<usize> {
-        self.shards.iter().cloned().flatten().collect()
+    /// Returns the parts that run here, which are contiguous.
+    fn parts(&self) -> Range<usize> {
+        self.shards[0].start..self.shards[self.shards.len() - 1].end
     }
 
     /// Returns the micro-batch settings of part `at` of a shard, which has this many samples.
@@ -123,15 +123,11 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         let mut plan = self.advance(batch, update)?;
         let Self { arena, stage, .. } = self;
         let state = stage.state_mut();
-        let (mut known, mut values, mut next) = (Vec::new(), 1, plan.shards[0].start);
+        let (mut known, mut values) = (Vec::new(), 1);
         for (number, shard) in plan.shards.iter().enumerate() {
             for at in shard.clone() {
                 let part = plan.part(shard, at, batch[at].len());
                 let ticket = plan.ticket.take_if(|_| part.update);
-                if at != next {
-                    state.draw_for(plan.number, at)?;
-                }
-                next = at + 1;
                 let (own, norms) = arena
                     .step(|step| {
                         let inputs = step.upload_inputs(&batch[at].inputs()?)?;
@@ -188,7 +184,7 @@ impl<M, R: UpdateRule> Trainer<'_, M, R> {
         ];
         finite
             .into_iter()
-            .try_for_each(|(what, finite)| self.check(number, what, finite, || first_input(batch, &parts)))?;
+            .try_for_each(|(what, finite)| self.check(number, what, finite, || first_input(batch, parts.clone())))?;
         let [gradient_l2, monitored_l2] = [gradients, monitored]
             .map(|squared| squared.first().map(|&squared| float_mode::in_default(|| f64::from(squared).sqrt())));
         Ok(Update { number, samples, loss, figures, gradient_l2, monitored_l2 })

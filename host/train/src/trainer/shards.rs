@@ -23,27 +23,52 @@
 
 use super::agreement;
 use super::model::TrainState;
-use super::ranks::Ranks;
-use super::sums::{AnySums, Summed};
+use super::sums::AnySums;
 use super::sync::{CallSite, Ending, GradientSync, Metric, OwnParts, Updated};
-use crate::checkpoint::{Checkpoint, ReadRegion};
+use crate::checkpoint::Checkpoint;
 use crate::optim::{Optimizer, State, UpdateRule, UpdateTicket, words};
 use kernels::update::RUN;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::convert::Infallible;
 use std::ops::Range;
 use std::panic::Location;
-use stepscope_core::internals::{self, Memory};
-use stepscope_core::{Arena, Buffer, Error, Gradients, Parameter, ParameterEntry, Parameters, Phase, Result, ops};
+use std::sync::atomic::{AtomicBool, Ordering};
+use stepscope_core::internals::{self, Memory, hex};
+use stepscope_core::{
+    Arena, Buffer, Error, Gradients, MemoryShortage, Parameter, ParameterEntry, Parameters, Phase, Result, ops,
+};
+use stepscope_group::agreement::{Settings, expect_same};
 use stepscope_group::{Group, Slices};
+
+/// The largest number of ranks in a group, limited by what one launch can sum.
+const MOST_RANKS: usize = 64;
 
 /// A rank of a group: the shards of each batch that it owns, and memory for their sums.
 #[derive(Debug)]
 pub(super) struct Shards {
-    ranks: Ranks,
+    group: Group,
+    shards: usize,
     slices: Slices,
     /// The elements that each rank updates: its slices, or whole parameters.
     updated: Vec<Vec<Range<usize>>>,
     sums: AnySums,
     among: Option<PeerBuffers>,
+    /// The digest of the optimizer's state before it was cut into slices. None if the state was all
+    /// zero, or came from a checkpoint, which is compared as a whole.
+    state: Option<String>,
+    /// True if all ranks have compared everything that decides the weights since any of it could
+    /// change.
+    agreed: AtomicBool,
+}
+
+/// The message that each rank sends to the others before an update.
+#[derive(Serialize, Deserialize)]
+struct BeforeUpdate {
+    /// True if training stops after the update.
+    stop: bool,
+    short: Option<MemoryShortage>,
+    settings: Settings,
 }
 
 /// The buffers that only groups of several ranks need.
@@ -106,9 +131,20 @@ impl Shards {
         optimizer: &mut Optimizer<R>,
     ) -> Result<Self> {
         let (rank, ranks) = (group.rank(), group.ranks());
-        let of_group = Ranks::new("in_group", (group, shards), parameters, optimizer, Location::caller())?;
+        if !shards.is_power_of_two() || !shards.is_multiple_of(ranks) || ranks > MOST_RANKS {
+            let expected = format!("shards: a power of two and a multiple of the ranks, of which at most {MOST_RANKS}");
+            return Err(Error::misuse("in_group", expected, format!("{shards} shards for {ranks} ranks")));
+        }
         let device = parameters.device();
         let elements = parameters.spec().elements();
+        let state = if ranks > 1 {
+            let state = group.broadcast_error(state_sha256(optimizer))?;
+            let settings = group.broadcast_error(agreement::of_optimizer(shards, parameters, optimizer))?;
+            group.compare("in_group", &with_state(settings, state.as_deref()), Location::caller())?;
+            state
+        } else {
+            None
+        };
         let starts: Vec<usize> = parameters.spec().entries().iter().map(ParameterEntry::start).collect();
         let slices = Slices::new(starts.iter().copied(), elements, ranks);
         let updated: Vec<Vec<Range<usize>>> = match optimizer.needs_whole_parameters() {
@@ -124,17 +160,16 @@ impl Shards {
             optimizer.keep(updated[rank].clone())?;
             Some(PeerBuffers { norms: Buffer::zeros(device, slices.chunks())?, travelling: 0 })
         };
-        let buckets = if ranks > 1 { 0..slices.buckets().len() } else { 0..0 };
-        let parts: Vec<usize> = buckets.map(|bucket| ranks * slices.pitch(bucket)).collect();
-        let sums = AnySums::zeros(parameters, of_group.own_shards(), &parts)?;
-        Ok(Self { ranks: of_group, slices, updated, sums, among })
+        let sums = AnySums::zeros(parameters, shards / ranks, ranks, &slices)?;
+        let agreed = AtomicBool::new(ranks == 1);
+        Ok(Self { group, shards, slices, updated, sums, among, state, agreed })
     }
 
     /// Returns an error unless these shards were made for these parameters and this optimizer.
     fn check<R: UpdateRule>(&self, parameters: &Parameters, optimizer: &Optimizer<R>) -> Result<()> {
         let all = 0..self.slices.elements();
         let fits = match &self.among {
-            Some(_) => optimizer.slices() == self.updated[self.ranks.group.rank()],
+            Some(_) => optimizer.slices() == self.updated[self.group.rank()],
             None => optimizer.slices() == std::slice::from_ref(&all),
         };
         if parameters.spec().elements() == all.end && fits {
@@ -147,19 +182,20 @@ impl Shards {
     /// Returns the parts of a batch that each of this rank's shards owns. `lens` are the lengths of
     /// the parts. A shard's range is empty if the batch has fewer samples than shards.
     fn own(&self, lens: &[usize]) -> Result<Vec<Range<usize>>> {
-        let (parts, shards) = (lens.len(), self.ranks.shards);
+        let (parts, shards) = (lens.len(), self.shards);
         if parts < shards && lens.iter().any(|&samples| samples > 1) {
             let expected = format!("a batch of at least {shards} parts, one for each shard, or parts of one sample");
             return Err(Error::misuse("update", expected, format!("{parts} parts of {lens:?} samples")));
         }
-        Ok(self.ranks.group.own_parts(shards, parts))
+        Ok(self.group.own_parts(shards, parts))
     }
 
     /// Adds a part of the gradients of this rank's shard `number` to those of its earlier
     /// neighbors, as far up the tree as they are complete. Keeps sums that must wait for a later
     /// neighbor.
     fn fold(&mut self, arena: &mut Arena, gradients: &mut Gradients, number: usize, part: Range<usize>) -> Result<()> {
-        if self.ranks.own_shards() == 1 || part.is_empty() {
+        let own = self.shards / self.group.ranks();
+        if own == 1 || part.is_empty() {
             return Ok(());
         }
         arena.step(|step| {
@@ -173,7 +209,7 @@ impl Shards {
 
     /// Queues the exchange of the next bucket, which sends each rank its slice.
     fn exchange(&mut self, gradients: &Gradients, number: usize) -> Result<()> {
-        let Self { ranks: Ranks { group, .. }, slices, sums, among, .. } = self;
+        let Self { group, slices, sums, among, .. } = self;
         let Some(PeerBuffers { travelling, .. }) = among else { return Ok(()) };
         let (flat, parts, ranks) = (gradients.region()?, sums.parts(number), 0..group.ranks());
         let sends: Vec<_> = ranks.clone().map(|to| (to, flat.words_of(slices.of_bucket(number, to)))).collect();
@@ -192,7 +228,7 @@ impl Shards {
 
     /// Gathers one part of the optimizer's state from all slices.
     fn whole(&self, parameters: &Parameters, state: &State) -> Result<State> {
-        let Self { ranks: Ranks { group, .. }, slices, updated, .. } = self;
+        let Self { group, slices, updated, .. } = self;
         let (ranks, stored, mut start) = (0..group.ranks(), parameters.spec().state(), 0);
         let whole = State::zeros(parameters.device(), stored, slices.elements())?;
         let part = |memory: Memory<f32>, elements: Range<usize>| {
@@ -216,7 +252,7 @@ impl Shards {
     /// Sends the sums of the gradients in this rank's slices to the other ranks that update them,
     /// if there are any.
     fn send_sums(&self, gradients: &Gradients) -> Result<()> {
-        let Self { ranks: Ranks { group, .. }, slices, updated, .. } = self;
+        let Self { group, slices, updated, .. } = self;
         let (own, flat) = (group.rank(), gradients.region()?);
         let sums = |of: usize, to: usize| {
             let within = updated[to].iter().flat_map(move |updated| slices.within(updated, of));
@@ -243,7 +279,7 @@ impl Shards {
             let part = |slice: &Range<usize>| words.part(slice.start / RUN * run_words, slice.len() / RUN * run_words);
             // SAFETY: the weights are buffers of this train state, which a device frees in stream
             // order.
-            unsafe { self.ranks.group.gather(|rank| self.updated[rank].iter().map(part).collect()) }
+            unsafe { self.group.gather(|rank| self.updated[rank].iter().map(part).collect()) }
         })
     }
 }
@@ -254,7 +290,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
     }
 
     fn ranks(&self) -> usize {
-        self.ranks.group.ranks()
+        self.group.ranks()
     }
 
     fn agree_on_settings(
@@ -265,22 +301,42 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         site: CallSite,
     ) -> Result<()> {
         self.check(parameters, optimizer)?;
-        self.ranks.agree_on_settings(settings, site)
+        if !self.agreed.load(Ordering::Relaxed) {
+            let settings = with_state(settings(self.shards)?, self.state.as_deref());
+            self.group.compare("agree_on_settings", &settings, site)?;
+            self.agreed.store(true, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
+    /// # Errors
+    /// [`Error::Disagreement`] if the ranks have different settings for the update.
+    /// [`Error::MemoryShortage`] on all ranks if any rank reports a shortage. No rank then makes
+    /// the update.
     fn own_parts(
         &mut self,
         optimizer: &Optimizer<R>,
         lens: &[usize],
-        ending: Ending,
+        Ending { stop, short }: Ending,
         site: CallSite,
     ) -> Result<OwnParts> {
         let shards = self.own(lens)?;
+        let settings = Settings::of(&agreement::of_update(optimizer, lens)?.0);
         if let Some(among) = &mut self.among {
             among.travelling = 0;
         }
-        let stop = self.ranks.agree_on_update(optimizer, lens, ending, site)?;
-        Ok(OwnParts { shards, stop })
+        let rank = Some(self.group.rank());
+        let short = short.map(|shortage| MemoryShortage { rank, ..shortage });
+        let word = serde_json::to_vec(&BeforeUpdate { stop, short, settings }).expect("texts and figures");
+        let words = self.group.agree("update", lens.iter().sum(), &word, site)?;
+        let words = self.group.parse::<BeforeUpdate>(&words)?;
+        let shortage = words.iter().find_map(|word| word.short.clone());
+        let stop = words.iter().any(|word| word.stop);
+        expect_same(&words.into_iter().map(|word| word.settings).collect::<Vec<_>>())?;
+        match shortage {
+            Some(shortage) => Err(Error::MemoryShortage(Box::new(shortage))),
+            None => Ok(OwnParts { shards, stop }),
+        }
     }
 
     /// Returns no buckets if there is only one rank.
@@ -292,7 +348,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
     /// first added to its neighbors. Work that is queued next, up to the sum, runs concurrently,
     /// and must neither read nor write these buckets or `parts`.
     fn buckets_ready(&mut self, arena: &mut Arena, gradients: &mut Gradients, complete: usize) -> Result<()> {
-        let last = self.ranks.own_shards() - 1;
+        let last = self.shards / self.group.ranks() - 1;
         let travelling = self.among.as_ref().map_or(complete, |among| among.travelling);
         for number in travelling..complete {
             let bucket = self.slices.buckets()[number].clone();
@@ -329,9 +385,7 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         let Some(travelling) = self.among.as_ref().map(|among| among.travelling) else { return Ok(()) };
         // All remaining buckets have been added to their neighbors.
         (travelling..self.slices.buckets().len()).try_for_each(|number| self.exchange(gradients, number))?;
-        let Self { ranks: Ranks { group, .. }, slices, sums, among: Some(PeerBuffers { norms, .. }), .. } = self else {
-            return Ok(());
-        };
+        let Self { group, slices, sums, among: Some(PeerBuffers { norms, .. }), .. } = self else { return Ok(()) };
         group.follow()?;
         let (rank, chunks) = (group.rank(), [norms.len()]);
         arena.step(|step| {
@@ -346,12 +400,12 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
                 match sums {
                     AnySums::F32(sums) => {
                         let mut sum = gradients.lend_flat_mut(step)?.part(own);
-                        Summed::sum_ranks_into(step, &mut sums.parts[bucket], extents, &mut sum)?;
+                        sums.sum_ranks_into(step, bucket, extents, &mut sum)?;
                         internals::squared_norms_into(step, &sum, &mut norms)?;
                     }
                     AnySums::Bf16(sums) => {
                         let mut sum = gradients.lend_flat_mut(step)?.part(own);
-                        Summed::sum_ranks_into(step, &mut sums.parts[bucket], extents, &mut sum)?;
+                        sums.sum_ranks_into(step, bucket, extents, &mut sum)?;
                         internals::squared_norms_into(step, &sum, &mut norms)?;
                     }
                 }
@@ -410,11 +464,27 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
     }
 
     fn losses(&self, own: &[f32], norms: &[f32], site: CallSite) -> Result<Vec<f32>> {
-        Ok(self.ranks.losses(own, norms, site)?.concat())
+        let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+        let expected = bytes(norms);
+        let words = self.group.agree("metrics", norms.len(), &[&expected[..], &bytes(own)].concat(), site)?;
+        if let Some(rank) = words.iter().position(|word| !word.starts_with(&expected)) {
+            let expected = format!("the same squared norms of the gradients on all ranks, {norms:?} here");
+            let got = format!("different bits on rank {rank}: its device, or this one, is unreliable");
+            return Err(Error::misuse("group", expected, got));
+        }
+        let losses = words.iter().flat_map(|word| word[expected.len()..].as_chunks().0);
+        Ok(losses.map(|bytes| f32::from_le_bytes(*bytes)).collect())
     }
 
     fn on_error(&self, error: Error) -> Error {
-        self.ranks.on_error(error)
+        match error {
+            // All ranks already have this error and end with it.
+            Error::MemoryShortage(shortage) if shortage.rank.is_some() => Error::MemoryShortage(shortage),
+            error => {
+                let Err(error) = self.group.broadcast_error::<Infallible>(Err(error));
+                error
+            }
+        }
     }
 
     /// Rank 0 writes. All ranks return its result.
@@ -422,24 +492,51 @@ impl<R: UpdateRule> GradientSync<R> for Shards {
         &self,
         parameters: &Parameters,
         optimizer: &Optimizer<R>,
-        write: &dyn Fn(&[State], &dyn ReadRegion) -> Result<()>,
+        write: &dyn Fn(&[State]) -> Result<()>,
         site: CallSite,
     ) -> Result<()> {
-        let group = &self.ranks.group;
-        group.agree("checkpoint", self.slices.elements(), &[], site)?;
+        self.group.agree("checkpoint", self.slices.elements(), &[], site)?;
         let kept = optimizer.kept_state();
         let whole: Vec<State> = match &self.among {
             None => Vec::new(),
             Some(_) => kept.iter().map(|state| self.whole(parameters, state)).collect::<Result<_>>()?,
         };
-        if group.rank() == 0 {
-            group.broadcast_error(write(if self.among.is_some() { &whole } else { kept }, &()))?;
+        if self.group.rank() == 0 {
+            self.group.broadcast_error(write(if self.among.is_some() { &whole } else { kept }))?;
         }
         // All ranks wait here until the file exists.
-        group.agree("checkpoint written", self.slices.elements(), &[], site).map(drop)
+        self.group.agree("checkpoint written", self.slices.elements(), &[], site).map(drop)
     }
 
+    /// The ranks compare all settings again before the next update.
     fn restore(&mut self, checkpoint: &Checkpoint, site: CallSite) -> Result<()> {
-        self.ranks.restore(checkpoint, site)
+        let settings = Settings::of(&[("checkpoint", checkpoint.digest()?)]);
+        self.group.compare("restore", &settings, site)?;
+        (self.state, self.agreed) = (None, AtomicBool::new(self.group.ranks() == 1));
+        Ok(())
     }
+}
+
+/// Returns the SHA-256 of an optimizer's state, in hexadecimal. `None` if no update has changed the
+/// state, or if it covers only slices, which other ranks do not have. Waits.
+fn state_sha256<R: UpdateRule>(optimizer: &Optimizer<R>) -> Result<Option<String>> {
+    let Ok(state) = optimizer.whole_state() else { return Ok(None) };
+    if optimizer.updates() == 0 {
+        return Ok(None);
+    }
+    let mut hash = Sha256::new();
+    state.iter().try_for_each(|state| {
+        let buffer = state.buffer();
+        buffer.for_each_piece(0..buffer.bytes(), &mut |piece| {
+            hash.update(piece);
+            Ok(())
+        })
+    })?;
+    Ok(Some(hex(&hash.finalize())))
+}
+
+/// Returns the settings to compare, with the digest of the optimizer's state added.
+fn with_state(mut settings: agreement::WeightSettings, state: Option<&str>) -> Settings {
+    state.into_iter().for_each(|state| settings.add("digest of the optimizer's state", state));
+    Settings::of(&settings.0)
 }

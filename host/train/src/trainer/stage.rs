@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::model::{StepMetrics, TrainState};
+use std::ops::Range;
 use stepscope_core::internals::PinnedReadback;
 use stepscope_core::{Captured, Output};
 
@@ -35,7 +36,7 @@ pub(super) struct Queued {
     pub(super) number: u64,
     pub(super) samples: usize,
     /// The parts of the batch that ran here, one step each.
-    pub(super) parts: Vec<usize>,
+    pub(super) parts: Range<usize>,
     /// The loss of a part, and its figures.
     pub(super) values: usize,
     /// True if it updates the weights.

@@ -1,8 +1,7 @@
 //! The sums of the gradients of a group's shards, in the type in which gradients are stored.
 //!
 //! A rank folds the gradients of its shards with [`Sums::fold`]. It then receives its slice of each
-//! rank's sum, and adds them with [`Summed::sum_ranks_into`]. A rank that keeps slices folds only
-//! these, after the sum over ranks.
+//! rank's sum, and adds them with `sum_ranks_into`.
 //!
 //! Invariant: a sum of two neighbors is computed in f32 and rounded to the stored type, whether one
 //! rank has both or each comes from another rank. The bits therefore depend only on the shards.
@@ -10,12 +9,11 @@
 #![forbid(unsafe_code)]
 
 use half::bf16;
-use kernels::cast::cast_to_bf16;
 use std::ops::Range;
 use stepscope_core::{
-    AnyBuffer, Buffer, Error, GradientType, Gradients, Lent, LentMut, Parameters, Result, Source, Step, Stored, Target,
-    ops,
+    AnyBuffer, Buffer, Error, GradientType, Gradients, LentMut, Parameters, Result, Source, Step, Stored, ops,
 };
+use stepscope_group::Slices;
 
 /// The sums in either type.
 #[derive(Debug)]
@@ -30,16 +28,15 @@ pub(super) struct Sums<S: Stored> {
     /// The sums of 1, 2, 4, .. shards that wait for their neighbors.
     waiting: Vec<Buffer<S>>,
     /// This rank's slice of each rank's sum, `[ranks, pitch]`, one per bucket. Empty for one rank.
-    pub(super) parts: Vec<Buffer<S>>,
+    parts: Vec<Buffer<S>>,
 }
 
 impl AnySums {
-    /// Creates the memory of a rank that owns `own` shards, a power of two. `parts` are the lengths
-    /// of the buffers that receive slices.
-    pub(super) fn zeros(parameters: &Parameters, own: usize, parts: &[usize]) -> Result<Self> {
+    /// Creates the memory of a rank that owns `own` shards, a power of two.
+    pub(super) fn zeros(parameters: &Parameters, own: usize, ranks: usize, slices: &Slices) -> Result<Self> {
         match parameters.spec().gradients() {
-            GradientType::F32 => Sums::zeros(parameters, own, parts).map(Self::F32),
-            GradientType::Bf16 => Sums::zeros(parameters, own, parts).map(Self::Bf16),
+            GradientType::F32 => Sums::zeros(parameters, own, ranks, slices).map(Self::F32),
+            GradientType::Bf16 => Sums::zeros(parameters, own, ranks, slices).map(Self::Bf16),
             GradientType::Released => {
                 let expected = "gradients that are stored, because ranks exchange them: use `GradientType::Bf16`";
                 Err(Error::misuse("in_group", expected, "released gradients"))
@@ -57,10 +54,11 @@ impl AnySums {
 }
 
 impl<S: Stored> Sums<S> {
-    fn zeros(parameters: &Parameters, own: usize, parts: &[usize]) -> Result<Self> {
-        let (device, stored) = (parameters.device(), parameters.kept().stored_elements());
-        let waiting = (0..own.ilog2()).map(|_| Buffer::zeros(device, stored)).collect::<Result<_>>()?;
-        let parts = parts.iter().map(|&elements| Buffer::zeros(device, elements)).collect::<Result<_>>()?;
+    fn zeros(parameters: &Parameters, own: usize, ranks: usize, slices: &Slices) -> Result<Self> {
+        let zeros = |elements| Buffer::zeros(parameters.device(), elements);
+        let waiting = (0..own.ilog2()).map(|_| zeros(slices.elements())).collect::<Result<_>>()?;
+        let buckets = 0..if ranks > 1 { slices.buckets().len() } else { 0 };
+        let parts = buckets.map(|bucket| zeros(ranks * slices.pitch(bucket))).collect::<Result<_>>()?;
         Ok(Self { waiting, parts })
     }
 
@@ -74,8 +72,8 @@ impl<S: Stored> Sums<S> {
         number: usize,
         part: Range<usize>,
     ) -> Result<()> {
-        let flat = gradients.lend_flat_mut::<S>(step)?;
-        let (elements, mut gradients) = (flat.shape(), flat.part(part.clone()));
+        let elements = [gradients.spec().elements()];
+        let mut gradients = gradients.lend_flat_mut::<S>(step)?.part(part.clone());
         let ready = number.trailing_ones() as usize;
         for waiting in &self.waiting[..ready.min(self.waiting.len())] {
             let waiting = step.lend(waiting, elements)?.part(part.clone());
@@ -89,61 +87,31 @@ impl<S: Stored> Sums<S> {
     }
 }
 
-/// A type in which gradients are stored and summed.
-pub(super) trait Summed: Stored {
-    /// Returns a buffer as one of any type.
-    fn any(buffer: &Buffer<Self>) -> AnyBuffer<'_>;
-
-    /// Rounds gradients in f32 to this type.
-    fn round_into<'s>(step: &Step<'s>, gradient: &Lent<'_, 's>, out: &mut LentMut<'_, 's, Self>) -> Result<()>;
-
-    /// Writes the sum of a rank's slices of a bucket, of which there are `[ranks, pitch]`.
-    fn sum_ranks_into<'s>(
+impl Sums<f32> {
+    /// Writes the sum of this rank's slices of a bucket, of which there are `[ranks, pitch]`.
+    pub(super) fn sum_ranks_into<'s>(
+        &mut self,
         step: &Step<'s>,
-        parts: &mut Buffer<Self>,
-        extents: [usize; 2],
-        sum: &mut LentMut<'_, 's, Self>,
-    ) -> Result<()>;
-}
-
-impl Summed for f32 {
-    fn any(buffer: &Buffer<Self>) -> AnyBuffer<'_> {
-        AnyBuffer::F32(buffer)
-    }
-
-    fn round_into<'s>(step: &Step<'s>, gradient: &Lent<'_, 's>, out: &mut LentMut<'_, 's>) -> Result<()> {
-        ops::copy_into(step, gradient, out)
-    }
-
-    fn sum_ranks_into<'s>(
-        step: &Step<'s>,
-        parts: &mut Buffer<Self>,
+        bucket: usize,
         extents: [usize; 2],
         sum: &mut LentMut<'_, 's>,
     ) -> Result<()> {
-        ops::launch::sum_parts_into(step, &step.lend(parts, extents)?, sum)
+        ops::launch::sum_parts_into(step, &step.lend(&self.parts[bucket], extents)?, sum)
     }
 }
 
-impl Summed for bf16 {
-    fn any(buffer: &Buffer<Self>) -> AnyBuffer<'_> {
-        AnyBuffer::Bf16(buffer)
-    }
-
-    fn round_into<'s>(step: &Step<'s>, gradient: &Lent<'_, 's>, out: &mut LentMut<'_, 's, Self>) -> Result<()> {
-        step.launch(cast_to_bf16 { x: gradient.slice(), out: out.out() })
-    }
-
-    /// Each sum of two is a launch, which rounds it, in the tree of
-    /// [`ops::launch::sum_parts_into`].
-    fn sum_ranks_into<'s>(
+impl Sums<bf16> {
+    /// Writes the sum of this rank's slices of a bucket, of which there are `[ranks, pitch]`. Each
+    /// sum of two is a launch, which rounds it, in the tree of [`ops::launch::sum_parts_into`].
+    pub(super) fn sum_ranks_into<'s>(
+        &mut self,
         step: &Step<'s>,
-        parts: &mut Buffer<Self>,
+        bucket: usize,
         [ranks, pitch]: [usize; 2],
-        sum: &mut LentMut<'_, 's, Self>,
+        sum: &mut LentMut<'_, 's, bf16>,
     ) -> Result<()> {
         let own = 0..sum.shape().elements();
-        let mut parts = step.lend_mut(parts, [ranks * pitch])?;
+        let mut parts = step.lend_mut(&mut self.parts[bucket], [ranks * pitch])?;
         let mut apart = 1;
         while apart < ranks {
             for first in (0..ranks).step_by(2 * apart) {

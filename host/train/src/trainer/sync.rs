@@ -6,14 +6,12 @@
 #![forbid(unsafe_code)]
 
 use super::agreement::WeightSettings;
-use crate::checkpoint::{Checkpoint, ReadRegion};
+use crate::checkpoint::Checkpoint;
 use crate::optim::{Optimizer, State, UpdateRule, UpdateTicket};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
-use stepscope_core::{
-    Arena, EagerStep, Error, GradientConsumer, Gradients, MemoryShortage, Parameter, Parameters, Result, Tensor,
-};
+use stepscope_core::{Arena, EagerStep, Error, Gradients, MemoryShortage, Parameter, Parameters, Result, Tensor};
 
 /// The line of the program from which all ranks are expected to call.
 pub(super) type CallSite = &'static Location<'static>;
@@ -33,7 +31,7 @@ pub(super) struct Ending {
 /// The parts of a batch that run on this rank.
 #[derive(Debug)]
 pub(super) struct OwnParts {
-    /// One range of parts for each of this rank's shards, ascending.
+    /// One range of parts for each of this rank's shards, in the order of the batch.
     pub(super) shards: Vec<Range<usize>>,
     /// True if all ranks stop after the update.
     pub(super) stop: bool,
@@ -92,11 +90,6 @@ pub(super) trait GradientSync<R>: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Returns the consumer of a shard's gradients, if no rank stores them all.
-    fn consumer<'c>(&'c mut self, _gradients: &'c mut Gradients) -> Option<Box<dyn GradientConsumer + 'c>> {
-        None
-    }
-
     /// Receives the complete gradients of the shard of this number, or of a shard that is empty.
     fn shard_ready(
         &mut self,
@@ -137,12 +130,12 @@ pub(super) trait GradientSync<R>: fmt::Debug + Send + Sync {
         error
     }
 
-    /// Calls `write` with the optimizer's state and the reader of regions, on the ranks that read.
+    /// Calls `write` with the optimizer's whole state, on one rank.
     fn save(
         &self,
         parameters: &Parameters,
         optimizer: &Optimizer<R>,
-        write: &dyn Fn(&[State], &dyn ReadRegion) -> Result<()>,
+        write: &dyn Fn(&[State]) -> Result<()>,
         site: CallSite,
     ) -> Result<()>;
 
@@ -178,9 +171,9 @@ impl<R: UpdateRule> GradientSync<R> for () {
         &self,
         _: &Parameters,
         optimizer: &Optimizer<R>,
-        write: &dyn Fn(&[State], &dyn ReadRegion) -> Result<()>,
+        write: &dyn Fn(&[State]) -> Result<()>,
         _: CallSite,
     ) -> Result<()> {
-        write(optimizer.whole_state()?, &())
+        write(optimizer.whole_state()?)
     }
 }
