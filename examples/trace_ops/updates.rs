@@ -4,16 +4,16 @@ use crate::case::{Case, Run, one};
 use stepscope::{Result, Tensor, bf16, ops};
 
 pub(crate) const CASES: &[&[(&str, Run)]] = &[
-    // Learning rate, beta1, beta2, epsilon, decay, the bias corrections of update 2, and the norm
-    // limit.
+    // Learning rate, beta1, beta2, epsilon, decay, or minus a cautious decay, the bias corrections of
+    // update 2, and the norm limit.
     &one!("adamw", |c| adamw(c, &[[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0]])),
     &one!("adamw_groups", |c| adamw(
         c,
-        &[[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0], [5e-2, 0.8, 0.99, 1e-6, 0.0, 0.36, 0.0199, 2.0]]
+        &[[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.001_999, 1.0], [5e-2, 0.8, 0.99, 1e-6, -0.5, 0.36, 0.0199, 2.0]]
     )),
     // Learning rate, momentum, decay, the norm limit, and 1 for Nesterov momentum.
     &one!("sgd", |c| sgd(c, &[[0.3, 0.9, 0.1, 1.0, (c.seed % 2) as f32]])),
-    &one!("sgd_groups", |c| sgd(c, &[[0.3, 0.9, 0.1, 1.0, 0.0], [0.1, 0.5, 0.0, 2.0, 1.0]])),
+    &one!("sgd_groups", |c| sgd(c, &[[0.3, 0.9, 0.1, 1.0, 0.0], [0.1, 0.5, -0.2, 2.0, 1.0]])),
     &one!("sum_parts", |c| {
         let [levels, quads] = c.extents([7, 300]);
         let (count, pitch) = (1 << (levels - 1), 4 * quads);

@@ -181,18 +181,25 @@ def clip_factor(squared_norm, largest):
     return jnp.minimum(1.0, largest / (jnp.sqrt(squared_norm) + 1e-6))
 
 
+def decay_by_sign(decay, product):
+    """Returns the decay of each weight: a cautious one, which is below 0, needs a product of at least 0."""
+    return jnp.where((decay < 0) & (product < 0), 0, jnp.abs(decay))
+
+
 def adamw(weights, gradients, first, second, hyper):
     rate, beta1, beta2, epsilon, decay, correction1, correction2, largest = hyper
     gradients = clipped(gradients, largest)
     first = beta1 * first + (1.0 - beta1) * gradients
     second = beta2 * second + (1.0 - beta2) * gradients**2
     direction = (first / correction1) / (jnp.sqrt(second / correction2) + epsilon)
+    decay = decay_by_sign(decay, weights * direction)
     return {"weights": weights - rate * (decay * weights + direction), "first": first, "second": second}
 
 
 def sgd(weights, gradients, velocity, hyper):
     rate, momentum, decay, largest, nesterov = hyper
-    gradients = clipped(gradients, largest) + decay * weights
+    gradients = clipped(gradients, largest)
+    gradients += decay_by_sign(decay, weights * gradients) * weights
     velocity = momentum * velocity + gradients
     direction = jnp.where(nesterov != 0, gradients + momentum * velocity, velocity)
     return {"weights": weights - rate * direction, "velocity": velocity}

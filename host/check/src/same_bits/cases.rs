@@ -686,9 +686,9 @@ fn in_groups<'s, const LEN: usize>(
     update(&i.step.upload(settings.as_flattened(), [2, LEN])?, Some(&i.step.upload(&groups, [runs])?))
 }
 
-/// Tests parameter groups with and without clipping and decay.
+/// Tests parameter groups with and without clipping, and with a cautious decay.
 fn adamw(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
-    let settings = [[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0], [1e-3, 0.8, 0.99, 1e-6, 0.0, 0.2, 0.01, 0.0]];
+    let settings = [[1e-2, 0.9, 0.999, 1e-8, 0.01, 0.19, 0.002, 1.0], [1e-3, 0.8, 0.99, 1e-6, -0.1, 0.2, 0.01, 0.0]];
     in_groups(i, length, settings, |hyper, groups| {
         let (mut weights, gradients, mut first) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
         let mut second = i.step.upload(&i.random.borrow_mut().uniforms(length, 0.0, 2.0), [length])?;
@@ -758,9 +758,9 @@ fn clip_factors<'s>(i: &Inputs<'_, 's>, x: &Tensor<'s>) -> Result<()> {
     [0.0, 0.1, 1e3].into_iter().try_for_each(|most| i.keep(&ops::clip_factor(i.step, &norm, most)?))
 }
 
-/// Tests both kinds of momentum, with and without clipping.
+/// Tests both kinds of momentum, with and without clipping, and with a cautious decay.
 fn sgd(i: &Inputs<'_, '_>, length: usize) -> Result<()> {
-    let settings = [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-2, 0.5, 0.1, 0.0, 1.0]];
+    let settings = [[1e-2, 0.9, 0.01, 1.0, 0.0], [1e-2, 0.5, -0.1, 0.0, 1.0]];
     in_groups(i, length, settings, |hyper, groups| {
         let (mut weights, gradients, mut velocity) = (i.normals([length])?, i.normals([length])?, i.normals([length])?);
         let (mut copy, norm) = (i.step.empty([length])?, ops::squared_norm(i.step, &gradients)?);

@@ -92,6 +92,14 @@ pub(crate) struct Args {
     #[arg(long, value_name = "UPDATES")]
     pub(crate) decay_updates: Option<u64>,
 
+    /// Fall of the weight decay over all updates, to zero after the last one
+    #[arg(long, value_enum, default_value_t = Decay::Constant)]
+    pub(crate) weight_decay_schedule: Decay,
+
+    /// Decay a weight only in updates that move it towards zero
+    #[arg(long)]
+    pub(crate) cautious_weight_decay: bool,
+
     /// Share of the peak learning rate that is left at the end
     #[arg(long, value_name = "SHARE", default_value_t = 0.1, value_parser = up_to_one)]
     pub(crate) floor: f64,
@@ -173,7 +181,7 @@ pub(crate) enum Arch {
     Qwen3,
 }
 
-/// The fall of the learning rate.
+/// The fall of the learning rate, or of the weight decay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Decay {
     /// Half a cosine.

@@ -18,7 +18,7 @@ use crate::run::rule::{Optimizer, Rule};
 use crate::run::updates::{Trained, Updates};
 use crate::run::{self, settings};
 use crate::train::bad_input::{Outcome, bad};
-use crate::train::cli::Args;
+use crate::train::cli::{Args, Decay};
 use crate::train::documents::{self, Contents, DataFile};
 use crate::train::model::{self, Gpt, Mode, TrainingMemory};
 use crate::train::registry;
@@ -143,6 +143,8 @@ impl<'r> Plan<'r> {
             learning_rate: self.learning_rate(),
             beta2: 0.95,
             weight_decay: 0.1,
+            decay_schedule: self.decay_schedule(),
+            cautious_decay: self.args.cautious_weight_decay,
             clip: Some(1.0),
             schedule: self.schedule(),
             ..AdamW::default()
@@ -218,6 +220,12 @@ impl<'r> Plan<'r> {
         Schedule { warmup, stable, total, decay: self.args.decay.shape(), floor: self.args.floor }
     }
 
+    /// Returns the schedule of the weight decay, which is whole in the first update.
+    fn decay_schedule(&self) -> Schedule {
+        let (stable, total) = (1, self.args.updates as u64 + 1);
+        Schedule { stable, decay: self.args.weight_decay_schedule.shape(), ..Schedule::linear(0, total, 0.0) }
+    }
+
     /// Returns the peak learning rate: the wider the model, the lower.
     fn learning_rate(&self) -> f32 {
         let by_muon = if self.args.optimizer() == Optimizer::Muon { 2.0 } else { 1.0 };
@@ -255,6 +263,14 @@ impl<'r> Plan<'r> {
         }
         all.extend(self.args.run.memory.setting());
         all.extend(self.args.optimizer().setting());
+        // Checkpoints from before these settings lack them.
+        if self.args.weight_decay_schedule != Decay::Constant {
+            let schedule = format!("{:?} over {} updates", self.args.weight_decay_schedule, self.args.updates);
+            all.push(("weight-decay-schedule", schedule));
+        }
+        if self.args.cautious_weight_decay {
+            all.push(("cautious-weight-decay", true.to_string()));
+        }
         all
     }
 
