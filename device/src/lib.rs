@@ -75,6 +75,7 @@ pub mod window;
 mod entries {
     pub mod activation;
     pub mod adamw;
+    pub mod ademamix;
     pub mod along;
     pub mod attention;
     pub mod cast;

@@ -196,6 +196,18 @@ def adamw(weights, gradients, first, second, hyper):
     return {"weights": weights - rate * (decay * weights + direction), "first": first, "second": second}
 
 
+def ademamix(weights, gradients, first, slow, second, hyper):
+    rate, beta1, beta2, epsilon, decay, correction1, correction2, largest, beta3, alpha = hyper
+    gradients = clipped(gradients, largest)
+    first = beta1 * first + (1.0 - beta1) * gradients
+    slow = beta3 * slow + (1.0 - beta3) * gradients
+    second = beta2 * second + (1.0 - beta2) * gradients**2
+    direction = (first / correction1 + alpha * slow) / (jnp.sqrt(second / correction2) + epsilon)
+    decay = decay_by_sign(decay, weights * direction)
+    new = weights - rate * (decay * weights + direction)
+    return {"weights": new, "first": first, "slow": slow, "second": second}
+
+
 def sgd(weights, gradients, velocity, hyper):
     rate, momentum, decay, largest, nesterov = hyper
     gradients = clipped(gradients, largest)
@@ -281,6 +293,8 @@ REFERENCES = {
     "gemm": lambda a, b, bias, c: 0.75 * jnp.einsum("bmk,bnk->bmn", a, b) + bias[:, None] + c,
     "adamw": adamw,
     "adamw_groups": by_groups(adamw),
+    "ademamix": ademamix,
+    "ademamix_groups": by_groups(ademamix),
     "sgd": sgd,
     "sgd_groups": by_groups(sgd),
     "clip_factor": clip_factor,
@@ -313,7 +327,7 @@ KEPT = {
 
 # Ops that take only f32: those without a BF16 version, casts, and updates of weights, which are
 # f32.
-F32_ONLY = {"attention", "attention_cached", "flash_attention_tf32", "to_bf16", "to_f32", "adamw", "adamw_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
+F32_ONLY = {"attention", "attention_cached", "flash_attention_tf32", "to_bf16", "to_f32", "adamw", "adamw_groups", "ademamix", "ademamix_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
 # Ops that round intermediate values are checked by the norm of a result, so planted errors change
 # all elements.
 BY_NORM = {"flash_attention_bf16", "flash_attention_tf32"}

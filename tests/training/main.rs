@@ -6,6 +6,7 @@ mod overrun;
 mod support;
 
 mod adapters;
+mod ademamix;
 mod attention;
 mod batch_invariant;
 mod bf16;

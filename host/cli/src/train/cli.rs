@@ -68,8 +68,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 350, value_parser = up_to(u32::MAX))]
     pub(crate) updates: usize,
 
-    /// Optimizer; muon orthogonalizes the updates of the blocks' matrices, and needs full memory
-    /// [default: muon for tiny in f32 with full memory, else adamw]
+    /// Optimizer; muon orthogonalizes the updates of the blocks' matrices; muon and ademamix need
+    /// full memory [default: muon for tiny in f32 with full memory, else adamw]
     #[arg(long, value_enum)]
     pub(crate) optimizer: Option<Optimizer>,
 

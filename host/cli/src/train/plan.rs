@@ -60,8 +60,8 @@ impl<'r> Plan<'r> {
     pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
         let accumulate = args.run.accumulate(shards)?;
         check_batch(args.batch, args.context())?;
-        if args.optimizer() == Optimizer::Muon && args.run.memory != TrainingMemory::Full {
-            return Err(bad("--optimizer", "muon needs --memory full"));
+        if args.optimizer() != Optimizer::Adamw && args.run.memory != TrainingMemory::Full {
+            return Err(bad("--optimizer", format!("{} needs --memory full", args.optimizer())));
         }
         let given = args.weights.as_ref().map(|folder| weights::open(folder, args.context)).transpose()?;
         if let Some((folder, (files, config))) = args.weights.as_ref().zip(given.as_ref()) {
@@ -139,7 +139,7 @@ impl<'r> Plan<'r> {
 
     /// Returns the rule of the updates.
     fn rule(&self) -> Rule {
-        self.args.optimizer().rule(AdamW {
+        let adamw = AdamW {
             learning_rate: self.learning_rate(),
             beta2: 0.95,
             weight_decay: 0.1,
@@ -148,7 +148,8 @@ impl<'r> Plan<'r> {
             clip: Some(1.0),
             schedule: self.schedule(),
             ..AdamW::default()
-        })
+        };
+        self.args.optimizer().rule(adamw, self.args.updates as u64)
     }
 
     fn mode(&self) -> Mode {
@@ -165,6 +166,7 @@ impl<'r> Plan<'r> {
         match self.args.optimizer() {
             Optimizer::Adamw => Ok(needs),
             Optimizer::Muon => needs.with_update::<S>(device, &model()?.1, self.rule()),
+            Optimizer::AdEmaMix => Ok(needs.with_moment(&model()?.1)),
         }
     }
 
@@ -262,7 +264,7 @@ impl<'r> Plan<'r> {
             all.push(("mixture", format!("{:?}", self.shares)));
         }
         all.extend(self.args.run.memory.setting());
-        all.extend(self.args.optimizer().setting());
+        all.extend(self.args.optimizer().setting(self.args.updates as u64));
         // Checkpoints from before these settings lack them.
         if self.args.weight_decay_schedule != Decay::Constant {
             let schedule = format!("{:?} over {} updates", self.args.weight_decay_schedule, self.args.updates);

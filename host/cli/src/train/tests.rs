@@ -148,7 +148,7 @@ on_each_device! {
         let of = |more: &str| arguments(&data, folder.path(), &format!("{config} {more}"));
         let run = |more: &str, stopped: bool| trained(device, &of(more), stopped);
         let resume = format!("--resume {}", folder.path().join("model.safetensors").display());
-        for optimizer in ["muon", "adamw"] {
+        for optimizer in ["muon", "adamw", "ademamix"] {
             let more = format!("--optimizer {optimizer} --weight-decay-schedule linear --cautious-weight-decay");
             let captured = run(&more, false).unwrap();
             assert_eq!(run(&format!("{more} --eager"), false).unwrap(), captured, "{optimizer}");
@@ -156,6 +156,8 @@ on_each_device! {
             assert_eq!(run(&format!("{more} {resume}"), false).unwrap(), captured, "{optimizer}");
             assert_ne!(run(&format!("--optimizer {optimizer}"), false).unwrap(), captured, "{optimizer}");
         }
+        let error = Plan::load(&of("--optimizer ademamix --memory small"), 1).err().unwrap().to_string();
+        assert!(error.contains("--optimizer: ademamix needs --memory full"), "{error}");
     }
 
     /// A short f32 training ends with the same weights on every device, in every run and in every

@@ -1,12 +1,13 @@
 //! Optimizers. A rule defines how weights are updated ([`UpdateRule`]), and [`Optimizer`] applies
 //! any rule.
 //!
-//! AdamW and SGD take one launch over the flat region, after the gradients' norm. Muon takes about
+//! AdamW, AdEMAMix and SGD take one launch over the flat region, after the gradients' norm. Muon takes about
 //! 30 for each matrix. All support clipping, a schedule and parameter groups.
 
 #![forbid(unsafe_code)]
 
 mod adamw;
+mod ademamix;
 mod muon;
 mod optimizer;
 mod parameter_groups;
@@ -19,6 +20,7 @@ mod ticket;
 mod update;
 
 pub use adamw::AdamW;
+pub use ademamix::AdEmaMix;
 pub use muon::Muon;
 pub use optimizer::Optimizer;
 pub use parameter_groups::{ParameterGroup, ParameterGroups};
