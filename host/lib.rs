@@ -140,11 +140,11 @@ pub mod memory {
     };
 }
 
-/// Settings of optimizers, the optimizers SGD, Muon and AdEMAMix, and own update rules.
+/// Settings of optimizers, the optimizers SGD and Muon, and own update rules.
 pub mod optim {
     pub use stepscope_train::{
-        AdEmaMix, Decay, Muon, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments, UpdateArguments,
-        UpdateRule, UpdateTicket, WholeParameter,
+        Decay, Muon, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments, UpdateArguments, UpdateRule,
+        UpdateTicket, WholeParameter,
     };
 }
 

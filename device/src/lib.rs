@@ -2,7 +2,7 @@
 //!
 //! Each file of [`kernels`](self) holds the entry points of one op family, each with its contract.
 //! Arithmetic that several families share is in [`math`], [`activations`], [`philox`], [`exps`],
-//! [`update`], [`adam`], [`vector`], [`flat`], [`window`], [`broadcast`], [`warp`], [`block`] and [`tile`].
+//! [`update`], [`vector`], [`flat`], [`window`], [`broadcast`], [`warp`], [`block`] and [`tile`].
 //! The tensor core instructions are in [`mod@format`] and [`mod@mma`], and the tables of NF4 in
 //! [`nf4_format`]. [`machine`] has what a GPU and the emulator do in different ways. The same
 //! source compiles to PTX, by rustc or (`cfg(rust_cuda)`) by rust-cuda, and to plain functions for
@@ -38,7 +38,6 @@ pub use contract::{ALIGN, entries, package_of};
 pub use half::bf16;
 
 pub mod activations;
-pub mod adam;
 pub mod block;
 pub mod broadcast;
 pub mod companded;
@@ -75,7 +74,6 @@ pub mod window;
 mod entries {
     pub mod activation;
     pub mod adamw;
-    pub mod ademamix;
     pub mod along;
     pub mod attention;
     pub mod cast;

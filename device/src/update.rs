@@ -219,13 +219,6 @@ pub fn masters(
     (0..names.len()).try_for_each(|at| Violation::unless_length(names[at], expected[at], lengths[at]))
 }
 
-/// Returns `decays` for each weight whose product with its direction is at least 0, and `stays` for
-/// the others: the terms of a cautious decay.
-#[inline(always)]
-pub fn by_sign(weights: F4, directions: F4, decays: f32, stays: f32) -> F4 {
-    weights.zip(directions, |weight, direction| if weight * direction >= 0.0 { decays } else { stays })
-}
-
 /// Returns the factor that scales gradients with this squared global norm to a norm of at most
 /// `max_norm`, as `torch.nn.utils.clip_grad_norm_` does. It is 1 if `max_norm` is 0; otherwise it
 /// is NaN for a norm that is NaN.

@@ -26,7 +26,7 @@ impl Trace {
     /// Starts the trace of an optimizer with these settings that has made no update, to be written
     /// to `path`.
     pub(crate) fn new(path: PathBuf, config: &AdamW) -> Self {
-        let AdamW { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule, .. } = *config;
+        let AdamW { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = *config;
         let Schedule { warmup, total, decay: Decay::Cosine, floor, .. } = schedule else {
             unreachable!("the example's rate follows a cosine, not {schedule:?}");
         };

@@ -53,18 +53,15 @@ impl State {
     }
 
     /// Returns the same update in float64, as PyTorch's documentation states it.
-    fn exact(&self, mut hyper: [f32; slot::LEN], squared_norm: f32) -> [Vec<Exact>; 2] {
+    fn exact(&self, hyper: [f32; slot::LEN], squared_norm: f32) -> [Vec<Exact>; 2] {
         let nesterov = hyper[slot::NESTEROV] != 0.0;
-        let is_cautious = hyper[slot::WEIGHT_DECAY] < 0.0;
-        hyper[slot::WEIGHT_DECAY] = hyper[slot::WEIGHT_DECAY].abs();
         let [rate, momentum, decay, max_norm, _] = hyper.map(Exact::given);
         let clip = max_norm / (Exact::given(squared_norm).sqrt() + Exact::given(1e-6f32));
         let clip = if max_norm.value == 0.0 || clip.value > 1.0 { Exact::given(1.0) } else { clip };
         let mut results = [const { Vec::new() }; 2];
         for at in 0..self.0[0].len() {
             let [weight, gradient, velocity] = [0, 1, 2].map(|part| Exact::given(self.0[part][at]));
-            let stays = is_cautious && weight.value * gradient.value < 0.0;
-            let g = if stays { gradient * clip } else { gradient * clip + decay.times(weight) };
+            let g = gradient * clip + decay.times(weight);
             let velocity = g + momentum.times(velocity);
             let direction = if nesterov { g + momentum.times(velocity) } else { velocity };
             results[0].push(weight - rate.times(direction));
@@ -79,12 +76,10 @@ impl State {
 const HEAVY: [f32; slot::LEN] = [0.3, 0.9, 0.1, 1.0, 0.0];
 const AHEAD: [f32; slot::LEN] = [0.5, 0.8, 0.01, 0.0, 1.0];
 const PLAIN: [f32; slot::LEN] = [0.4, 0.0, 0.0, 0.0, 0.0];
-/// A cautious decay.
-const CAUTIOUS: [f32; slot::LEN] = [0.4, 0.5, -0.2, 1.0, 0.0];
 
 on_each_device! {
     fn update(device: &Device) {
-        for (name, hyper) in [("heavy", HEAVY), ("ahead", AHEAD), ("plain", PLAIN), ("cautious", CAUTIOUS)] {
+        for (name, hyper) in [("heavy", HEAVY), ("ahead", AHEAD), ("plain", PLAIN)] {
             let mut seen = ["weights", "velocity"].map(Closeness::new);
             for length in LENGTHS {
                 let state = State::new(length);

@@ -181,37 +181,18 @@ def clip_factor(squared_norm, largest):
     return jnp.minimum(1.0, largest / (jnp.sqrt(squared_norm) + 1e-6))
 
 
-def decay_by_sign(decay, product):
-    """Returns the decay of each weight: a cautious one, which is below 0, needs a product of at least 0."""
-    return jnp.where((decay < 0) & (product < 0), 0, jnp.abs(decay))
-
-
 def adamw(weights, gradients, first, second, hyper):
     rate, beta1, beta2, epsilon, decay, correction1, correction2, largest = hyper
     gradients = clipped(gradients, largest)
     first = beta1 * first + (1.0 - beta1) * gradients
     second = beta2 * second + (1.0 - beta2) * gradients**2
     direction = (first / correction1) / (jnp.sqrt(second / correction2) + epsilon)
-    decay = decay_by_sign(decay, weights * direction)
     return {"weights": weights - rate * (decay * weights + direction), "first": first, "second": second}
-
-
-def ademamix(weights, gradients, first, slow, second, hyper):
-    rate, beta1, beta2, epsilon, decay, correction1, correction2, largest, beta3, alpha = hyper
-    gradients = clipped(gradients, largest)
-    first = beta1 * first + (1.0 - beta1) * gradients
-    slow = beta3 * slow + (1.0 - beta3) * gradients
-    second = beta2 * second + (1.0 - beta2) * gradients**2
-    direction = (first / correction1 + alpha * slow) / (jnp.sqrt(second / correction2) + epsilon)
-    decay = decay_by_sign(decay, weights * direction)
-    new = weights - rate * (decay * weights + direction)
-    return {"weights": new, "first": first, "slow": slow, "second": second}
 
 
 def sgd(weights, gradients, velocity, hyper):
     rate, momentum, decay, largest, nesterov = hyper
-    gradients = clipped(gradients, largest)
-    gradients += decay_by_sign(decay, weights * gradients) * weights
+    gradients = clipped(gradients, largest) + decay * weights
     velocity = momentum * velocity + gradients
     direction = jnp.where(nesterov != 0, gradients + momentum * velocity, velocity)
     return {"weights": weights - rate * direction, "velocity": velocity}
@@ -293,8 +274,6 @@ REFERENCES = {
     "gemm": lambda a, b, bias, c: 0.75 * jnp.einsum("bmk,bnk->bmn", a, b) + bias[:, None] + c,
     "adamw": adamw,
     "adamw_groups": by_groups(adamw),
-    "ademamix": ademamix,
-    "ademamix_groups": by_groups(ademamix),
     "sgd": sgd,
     "sgd_groups": by_groups(sgd),
     "clip_factor": clip_factor,
@@ -327,7 +306,7 @@ KEPT = {
 
 # Ops that take only f32: those without a BF16 version, casts, and updates of weights, which are
 # f32.
-F32_ONLY = {"attention", "attention_cached", "flash_attention_tf32", "to_bf16", "to_f32", "adamw", "adamw_groups", "ademamix", "ademamix_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
+F32_ONLY = {"attention", "attention_cached", "flash_attention_tf32", "to_bf16", "to_f32", "adamw", "adamw_groups", "sgd", "sgd_groups", "clip_factor", "sum_parts"}
 # Ops that round intermediate values are checked by the norm of a result, so planted errors change
 # all elements.
 BY_NORM = {"flash_attention_bf16", "flash_attention_tf32"}

@@ -6,7 +6,6 @@ mod overrun;
 mod support;
 
 mod adapters;
-mod ademamix;
 mod attention;
 mod batch_invariant;
 mod bf16;

@@ -4,18 +4,37 @@
 //! Invariant: everything that changes from step to step is in the `hyper` slot on the device, so a
 //! captured launch can be replayed.
 
-pub use crate::adam::slot;
-
-use crate::adam::Settings;
 use crate::block::own_index;
 use crate::companded::Code;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::update::RUN;
-use crate::update::{MasterType, Masters, StateType, Weights, group_settings};
-use crate::vector::{F4, VectorPart};
+use crate::update::{MasterType, Masters, StateType, Weights, clip_factor, group_settings};
+use crate::vector::{F4, VectorPart, load};
 use crate::{contract, family, for_own_vector};
-use cuda_std::prelude::*;
+use cuda_std::{GpuFloat, prelude::*};
 use half::bf16;
+
+/// The layout of the `hyper` slot.
+pub mod slot {
+    /// The learning rate of this step.
+    pub const LEARNING_RATE: usize = 0;
+    /// The decay of the first moment.
+    pub const BETA1: usize = 1;
+    /// The decay of the second moment.
+    pub const BETA2: usize = 2;
+    /// Added to the root of the second moment.
+    pub const EPSILON: usize = 3;
+    /// The decoupled weight decay. The kernel multiplies it by the learning rate.
+    pub const WEIGHT_DECAY: usize = 4;
+    /// 1 - beta1^t in step t = 1, 2, ..., with the beta1 of this slot.
+    pub const BIAS_CORRECTION1: usize = 5;
+    /// 1 - beta2^t in step t = 1, 2, ..., with the beta2 of this slot.
+    pub const BIAS_CORRECTION2: usize = 6;
+    /// The global norm to which gradients are clipped. 0 means no clipping.
+    pub const MAX_NORM: usize = 7;
+    /// The number of floats in the slot.
+    pub const LEN: usize = 8;
+}
 
 /// Runs one AdamW step over one flat region, in PyTorch's order of operations:
 ///
@@ -26,13 +45,11 @@ use half::bf16;
 /// v = beta2 * v + (1 - beta2) * g * g
 /// w = w - learning_rate / bias_correction1 * m / (sqrt(v) / sqrt(bias_correction2) + epsilon)
 /// ```
-/// A cautious decay is only of weights that have the sign of m, or a product of 0 with it (Chen et
-/// al., 2025, arXiv:2510.12402). Shapes: `weights`, `gradients`, `m`, `v`: `[n]`, `hyper`:
-/// `[groups, 8]`, see [`slot`], `groups`: `[ceil(n / 64)]`, the parameter group of each run of 64
-/// elements, or empty if there is one group. `squared_norm`: `[1]`, of all gradients. `copy`:
-/// `[n]`, the new weights, each rounded once. If `has_bf16` is 0, `copy` is empty and not written.
-/// 1 - beta is exact in f32. Elements whose group does not exist become NaN. Updates `weights`, `m`
-/// and `v`, and overwrites `copy`.
+/// Shapes: `weights`, `gradients`, `m`, `v`: `[n]`, `hyper`: `[groups, 8]`, see [`slot`], `groups`:
+/// `[ceil(n / 64)]`, the parameter group of each run of 64 elements, or empty if there is one
+/// group. `squared_norm`: `[1]`, of all gradients. `copy`: `[n]`, the new weights, each rounded
+/// once. If `has_bf16` is 0, `copy` is empty and not written. 1 - beta is exact in f32. Elements
+/// whose group does not exist become NaN. Updates `weights`, `m` and `v`, and overwrites `copy`.
 #[kernel]
 pub unsafe fn adamw(
     weights: *mut f32,
@@ -51,9 +68,16 @@ pub unsafe fn adamw(
         // whole group's settings.
         unsafe {
             let (start, known) = group_settings(groups, index, slot::LEN, hyper.len());
-            let mut settings = Settings::load(hyper, start, squared_norm);
-            settings.clip *= known;
-            update(Weights { weights, copy, has_bf16 }, gradients, m, v, settings, index, part);
+            let settings = Settings::load(hyper, start, squared_norm);
+            update(
+                Weights { weights, copy, has_bf16 },
+                gradients,
+                m,
+                v,
+                Settings { clip: settings.clip * known, ..settings },
+                index,
+                part,
+            );
         }
     });
 }
@@ -131,6 +155,56 @@ family! {
         crate::update::grouped(elements, k.groups.len(), k.hyper.len(), slot::LEN)?;
         Violation::unless_length("squared_norm", 1, k.squared_norm.len())?;
         crate::block::vector_grid(elements)
+    }
+}
+
+/// A group's settings, in the form that the update uses.
+#[derive(Clone, Copy)]
+struct Settings {
+    beta1: f32,
+    beta2: f32,
+    epsilon: f32,
+    /// The factor on a weight that remains after weight decay.
+    decay_factor: f32,
+    /// The learning rate, divided by the first moment's bias correction.
+    step_size: f32,
+    /// The square root of the second moment's bias correction.
+    sqrt_bias_correction2: f32,
+    clip: f32,
+}
+
+impl Settings {
+    /// Loads the settings that start at `start`.
+    ///
+    /// # Safety
+    /// `hyper` has [`slot::LEN`] floats there, and `squared_norm` one.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn load(hyper: &[f32], start: usize, squared_norm: &[f32]) -> Self {
+        // SAFETY: the caller guarantees that the group's settings lie inside `hyper`.
+        unsafe {
+            let learning_rate = load(hyper, start + slot::LEARNING_RATE);
+            Self {
+                beta1: load(hyper, start + slot::BETA1),
+                beta2: load(hyper, start + slot::BETA2),
+                epsilon: load(hyper, start + slot::EPSILON),
+                decay_factor: 1.0 - learning_rate * load(hyper, start + slot::WEIGHT_DECAY),
+                step_size: learning_rate / load(hyper, start + slot::BIAS_CORRECTION1),
+                sqrt_bias_correction2: GpuFloat::sqrt(load(hyper, start + slot::BIAS_CORRECTION2)),
+                clip: clip_factor(load(hyper, start + slot::MAX_NORM), load(squared_norm, 0)),
+            }
+        }
+    }
+
+    /// Returns the new weights and moments for the clipped gradients `g`.
+    #[inline(always)]
+    fn step(self, w_old: F4, g: F4, (m_old, v_old): (F4, F4)) -> (F4, F4, F4) {
+        let Self { beta1, beta2, epsilon, decay_factor, step_size, sqrt_bias_correction2, .. } = self;
+        let m_new = m_old.fma(F4::splat(1.0 - beta1), g - m_old);
+        let v_new = (v_old * F4::splat(beta2)).fma(F4::splat(1.0 - beta2) * g, g);
+        let direction = m_new / (v_new.sqrt() / F4::splat(sqrt_bias_correction2) + F4::splat(epsilon));
+        let w = (w_old * F4::splat(decay_factor)).fma(F4::splat(-step_size), direction);
+        (w, m_new, v_new)
     }
 }
 

@@ -8,7 +8,7 @@ use crate::block::own_index;
 use crate::companded::Code;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::update::RUN;
-use crate::update::{MasterType, Masters, StateType, Weights, by_sign, clip_factor, group_settings};
+use crate::update::{MasterType, Masters, StateType, Weights, clip_factor, group_settings};
 use crate::vector::{F4, VectorPart, load};
 use crate::{contract, family, for_own_vector};
 use cuda_std::prelude::*;
@@ -20,8 +20,7 @@ pub mod slot {
     pub const LEARNING_RATE: usize = 0;
     /// The fraction of the last step's velocity that is kept.
     pub const MOMENTUM: usize = 1;
-    /// The weight decay: this fraction of the weight is added to the gradient. A number below 0 is a
-    /// cautious decay, of its absolute value.
+    /// The weight decay: this fraction of the weight is added to the gradient.
     pub const WEIGHT_DECAY: usize = 2;
     /// The global norm to which gradients are clipped. 0 means no clipping.
     pub const MAX_NORM: usize = 3;
@@ -40,8 +39,7 @@ pub mod slot {
 /// w = w - learning_rate * velocity
 ///   or, with Nesterov's: w = w - learning_rate * (g + momentum * velocity)
 /// ```
-/// A cautious decay is only of weights that have the sign of their clipped gradient, or a product
-/// of 0 with it. Shapes: `weights`, `gradients`, `velocity`: `[n]`, `hyper`: `[groups, 5]`, see [`slot`],
+/// Shapes: `weights`, `gradients`, `velocity`: `[n]`, `hyper`: `[groups, 5]`, see [`slot`],
 /// `groups`: `[ceil(n / 64)]`, the parameter group of each run of 64 elements, or empty if there is
 /// one group. `squared_norm`: `[1]`, of all gradients. Each line ends in a fused multiply-add.
 /// `copy`: `[n]`, the new weights, each rounded once. If `has_bf16` is 0, `copy` is empty and not
@@ -182,9 +180,7 @@ impl Settings {
     #[inline(always)]
     fn step(self, w_old: F4, clipped: F4, velocity_old: F4) -> (F4, F4) {
         let Self { learning_rate, momentum, weight_decay, nesterov, .. } = self;
-        let is_cautious = weight_decay < 0.0;
-        let decay = if is_cautious { by_sign(w_old, clipped, -weight_decay, 0.0) } else { F4::splat(weight_decay) };
-        let g = clipped.fma(decay, w_old);
+        let g = clipped.fma(F4::splat(weight_decay), w_old);
         let velocity_new = g.fma(F4::splat(momentum), velocity_old);
         let ahead = g.fma(F4::splat(momentum), velocity_new);
         let direction = if nesterov { ahead } else { velocity_new };

@@ -9,7 +9,7 @@
 
 use crate::answers::{Answers, Counted, CountedText, Samples};
 use crate::complete::Chat;
-use crate::preferences::{Judged, Preference};
+use crate::preferences::Preference;
 use crate::rows::Row;
 use crate::template::ChatTemplate;
 use crate::tokens::{Token, tokens};
@@ -31,8 +31,6 @@ pub struct Sample {
     pub ids: Vec<u32>,
     /// True for each token that counts in the loss when it is predicted.
     pub counted: Vec<bool>,
-    /// True for a good answer of a [`Judged`] row.
-    pub desirable: bool,
 }
 
 /// The samples of a row.
@@ -124,7 +122,14 @@ impl Encoder<'_> {
         let mut all = Encoded::default();
         for (key, row) in [("chosen", chosen), ("rejected", rejected)] {
             let Encoded { samples, notes } =
-                self.answer(row).map_err(|reason| format!("the row with its `{key}` answer: {reason}"))?;
+                self.encode(row).map_err(|reason| format!("the row with its `{key}` answer: {reason}"))?;
+            if samples.len() > 1 {
+                return Err(format!(
+                    "`{key}` has {} answers, and the chat template changes one when it writes the next: write all but \
+                     the last into `prompt`",
+                    samples.len()
+                ));
+            }
             all.samples.extend(samples);
             all.notes += notes;
         }
@@ -132,33 +137,6 @@ impl Encoder<'_> {
             all.samples.clear();
         }
         Ok(all)
-    }
-
-    /// Encodes the answers of a row like [`Encoder::encode_preference`], and marks the good ones.
-    ///
-    /// # Errors
-    /// The errors of [`Encoder::encode_preference`].
-    pub fn encode_judged(&self, row: &Judged) -> Result<Encoded, String> {
-        let (mut all, good) = match row {
-            Judged::Two(both) => (self.encode_preference(both)?, true),
-            Judged::One { row, desirable } => (self.answer(row)?, *desirable),
-        };
-        if let Some(first) = all.samples.first_mut() {
-            first.desirable = good;
-        }
-        Ok(all)
-    }
-
-    /// Encodes a row whose answer is one sample.
-    fn answer(&self, row: &Row) -> Result<Encoded, String> {
-        let all = self.encode(row)?;
-        match all.samples.len() {
-            0 | 1 => Ok(all),
-            more => Err(format!(
-                "has {more} answers, and the chat template changes one when it writes the next: write all but the last \
-                 into `prompt`"
-            )),
-        }
     }
 
     fn chat(&self, messages: &[Value], tools: Option<&Value>, all: &mut Encoded) -> Result<(), String> {
@@ -224,11 +202,7 @@ impl Encoder<'_> {
 
     /// Returns the sample of a text, and the number of parts whose first token begins before them.
     fn counted(&self, text: &str, all: &[Token], parts: &[Counted], adds: bool) -> Result<(Sample, usize), String> {
-        let mut sample = Sample {
-            ids: all.iter().map(|token| token.id).collect(),
-            counted: vec![false; all.len()],
-            ..Sample::default()
-        };
+        let mut sample = Sample { ids: all.iter().map(|token| token.id).collect(), counted: vec![false; all.len()] };
         let (mut shared, mut next) = (0, 0);
         for Counted { place: part, prompt } in parts.iter().filter(|part| !part.place.is_empty()) {
             let ends_before = |token: &Token| token.place.as_ref().is_none_or(|place| place.end <= part.start);
@@ -313,31 +287,6 @@ impl Encoder<'_> {
     }
 }
 
-/// Adds a sample after each one: its prompt, and the answer of the sample before it. The order is
-/// that of TRL's `KTOTrainer`: the good answers and then the bad ones, and the last before the
-/// first.
-pub fn mismatch(rows: &mut [Encoded]) {
-    let all: Vec<&Sample> = rows.iter().flat_map(|row| &row.samples).collect();
-    let (good, bad): (Vec<usize>, Vec<usize>) = (0..all.len()).partition(|&number| all[number].desirable);
-    let order: Vec<usize> = good.into_iter().chain(bad).collect();
-    let mut others = vec![Sample::default(); all.len()];
-    for (&own, &before) in order.iter().zip(order.last().into_iter().chain(&order)) {
-        let (prompt, answer) = (all[own], all[before]);
-        let [end, start] =
-            [prompt, answer].map(|sample| sample.counted.iter().position(|&counted| counted).unwrap_or_default());
-        others[own] = Sample {
-            ids: [&prompt.ids[..end], &answer.ids[start..]].concat(),
-            counted: [&prompt.counted[..end], &answer.counted[start..]].concat(),
-            desirable: prompt.desirable,
-        };
-    }
-    let mut others = others.into_iter();
-    for row in rows {
-        let own = std::mem::take(&mut row.samples).into_iter();
-        row.samples = own.zip(&mut others).flat_map(<[Sample; 2]>::from).collect();
-    }
-}
-
 /// Returns true for an answer that counts in the loss.
 fn counts(message: &Value) -> bool {
     let has_none = message["weight"].as_f64() == Some(0.0) || message["train"] == false;
@@ -360,7 +309,7 @@ fn windows(sample: &Sample, context: usize) -> Vec<Sample> {
     let starts = (0..sample.ids.len().saturating_sub(1)).step_by(step);
     let window = |start: usize| {
         let range = start..(start + step + 1).min(sample.ids.len());
-        Sample { ids: sample.ids[range.clone()].to_vec(), counted: sample.counted[range].to_vec(), ..Sample::default() }
+        Sample { ids: sample.ids[range.clone()].to_vec(), counted: sample.counted[range].to_vec() }
     };
     starts.map(window).collect()
 }

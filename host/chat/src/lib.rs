@@ -31,9 +31,9 @@ mod tokenizer;
 mod tokens;
 
 pub use date::Date;
-pub use encode::{Encoded, Encoder, Notes, Sample, mismatch};
+pub use encode::{Encoded, Encoder, Notes, Sample};
 pub use pack::{IGNORED, Packed, pack, pack_pairs};
-pub use preferences::{Judged, Preference, read_judged, read_preferences};
+pub use preferences::{Preference, read_preferences};
 pub use rows::{Row, read_rows, usable};
 pub use template::ChatTemplate;
 pub use tokenizer::{decode, read_tokenizer, token_ids};

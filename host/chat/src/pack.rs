@@ -28,8 +28,6 @@ pub struct Packed {
     pub tokens: usize,
     /// The labels that are not [`IGNORED`].
     pub counted: usize,
-    /// [`Sample::desirable`] of each sample.
-    pub desirable: Vec<bool>,
 }
 
 /// Packs samples into contexts of `context` tokens. Each sample goes into the fullest context that
@@ -86,8 +84,7 @@ fn places(lengths: impl Iterator<Item = usize>, context: usize) -> Vec<Vec<usize
 impl Packed {
     /// Joins samples, each cut to `context` tokens, and fills the rest.
     fn of<'s>(samples: impl Iterator<Item = &'s Sample>, context: usize) -> Self {
-        let mut packed =
-            Self { ids: vec![], labels: vec![], documents: vec![], tokens: 0, counted: 0, desirable: vec![] };
+        let mut packed = Self { ids: vec![], labels: vec![], documents: vec![], tokens: 0, counted: 0 };
         samples.for_each(|sample| packed.add(sample, sample.ids.len().min(context)));
         packed.pad(context);
         packed
@@ -95,7 +92,7 @@ impl Packed {
 
     /// Returns the number of samples.
     pub fn samples(&self) -> usize {
-        self.desirable.len()
+        self.tokens.checked_sub(1).map_or(0, |last| self.documents[last] as usize + 1)
     }
 
     fn add(&mut self, sample: &Sample, length: usize) {
@@ -108,7 +105,6 @@ impl Packed {
         self.labels.extend((0..length).map(label));
         self.documents.extend(std::iter::repeat_n(document, length));
         self.tokens += length;
-        self.desirable.push(sample.desirable);
         self.counted += (1..length).filter(|&at| sample.counted[at]).count();
     }
 
@@ -126,8 +122,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn sample(ids: &[u32], counted: &[u8]) -> Sample {
-        let counted = counted.iter().map(|&counted| counted == 1).collect();
-        Sample { ids: ids.to_vec(), counted, desirable: false }
+        Sample { ids: ids.to_vec(), counted: counted.iter().map(|&counted| counted == 1).collect() }
     }
 
     #[test]
@@ -140,7 +135,6 @@ mod tests {
             documents: vec![0, 0, 0, 0, 1, 1, 1, 2],
             tokens: 7,
             counted: 3,
-            desirable: vec![false; 2],
         };
         assert_eq!(packed, [want]);
         assert_eq!(packed[0].samples(), 2);
@@ -168,7 +162,7 @@ mod tests {
             let samples: Vec<Sample> = lengths.iter().map(|&length| {
                 let ids: Vec<u32> = (next..next + length as u32).collect();
                 next += length as u32;
-                Sample { counted: ids.iter().map(|id| id % 3 != 0).collect(), ids, desirable: false }
+                Sample { counted: ids.iter().map(|id| id % 3 != 0).collect(), ids }
             }).collect();
             let packed = pack(&samples, context);
             let mut labels = Vec::new();

@@ -1,10 +1,8 @@
-//! Rows with two answers, of which one is preferred, and rows with one answer that is marked as
-//! good or bad.
+//! Rows with two answers, of which one is preferred.
 //!
-//! A row with two answers becomes two rows that differ only in the answer, and each is read as any
-//! other row. The forms are those of TRL: `prompt`, `chosen` and `rejected`, or only the last two,
-//! which share their beginning. Questions and lists of messages next to the answers are read, too.
-//! A row with a `label` is read as any other row, whose last answer is judged.
+//! A row becomes two rows that differ only in the answer, and each is read as any other row. The
+//! forms are those of TRL: `prompt`, `chosen` and `rejected`, or only the last two, which share
+//! their beginning. Questions and lists of messages next to the answers are read, too.
 //!
 //! Invariant: both rows have the same prompt, and differ after it.
 
@@ -19,11 +17,6 @@ use stepscope_core::Result;
 const ANSWERS: [&str; 2] = ["chosen", "rejected"];
 /// The kinds of rows, for errors.
 const KINDS: &str = "`prompt`, `chosen` and `rejected`, or `chosen` and `rejected` that share their beginning";
-
-/// The kinds of rows with a judgement, for errors.
-const JUDGED: &str = "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`";
-/// The key of a judgement.
-const LABEL: &str = "label";
 
 /// A prompt with two answers.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,10 +35,8 @@ impl Preference {
     pub fn from_json(json: &Value) -> std::result::Result<Self, String> {
         let Value::Object(object) = json else { return Err(format!("expected an object with {KINDS}")) };
         if let Some(missing) = ANSWERS.iter().find(|key| !has(object, key)) {
-            let advice = match object.contains_key(LABEL) {
-                true => {
-                    ": rows with a `label` have one answer; train with `--preferences kto`, or write both answers to a prompt into one row"
-                }
+            let advice = match object.contains_key("label") {
+                true => ": rows with a `label` have one answer; write both answers to a prompt into one row",
                 false => "",
             };
             return Err(format!("expected {KINDS}; `{missing}` is missing or empty{advice}"));
@@ -58,54 +49,6 @@ impl Preference {
             Row::from_json(&row.into()).map_err(|reason| format!("the row with its `{key}` answer: {reason}"))
         };
         Ok(Self { chosen: read("chosen", chosen)?, rejected: read("rejected", rejected)? })
-    }
-}
-
-/// A row whose answers are judged one by one.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Judged {
-    /// A good answer and a bad one.
-    Two(Preference),
-    /// An answer.
-    One {
-        /// The prompt with the answer.
-        row: Row,
-        /// True if the answer is good.
-        desirable: bool,
-    },
-}
-
-impl Judged {
-    /// Reads a row from a JSON object.
-    ///
-    /// # Errors
-    /// Returns the reason why the object is no row with judged answers.
-    pub fn from_json(json: &Value) -> std::result::Result<Self, String> {
-        let Value::Object(object) = json else { return Err(format!("expected an object with {JUDGED}")) };
-        if ANSWERS.iter().any(|key| has(object, key)) {
-            return Preference::from_json(json).map(Self::Two);
-        }
-        let desirable = match object.get(LABEL) {
-            Some(label) if *label == true || *label == 1 => true,
-            Some(label) if *label == false || *label == 0 => false,
-            None | Some(Value::Null) => return Err(format!("expected {JUDGED}; `{LABEL}` is missing")),
-            Some(other) => return Err(format!("`{LABEL}`: expected true or false, got {other}")),
-        };
-        let mut rest = object.clone();
-        rest.remove(LABEL);
-        if let Some(list) = LISTS.into_iter().find(|key| has(&rest, key)) {
-            // The keys next to the messages are checked. Only the last answer is judged.
-            Row::from_json(&rest.clone().into())?;
-            let mut prompt = messages(&rest[list], list)?;
-            let answer = prompt.split_off(prompt.len() - 1);
-            rest.remove(list);
-            rest.insert("prompt".into(), prompt.into());
-            rest.insert("completion".into(), answer.into());
-        }
-        match Row::from_json(&rest.into())? {
-            Row::Text(_) => Err(format!("`text` has no answer that `{LABEL}` could judge: expected {JUDGED}")),
-            row => Ok(Self::One { row, desirable }),
-        }
     }
 }
 
@@ -202,15 +145,6 @@ pub fn read_preferences(path: impl AsRef<Path>, max_bytes: u64) -> Result<Vec<(u
     lines(path.as_ref(), max_bytes, KINDS, Preference::from_json)
 }
 
-/// Reads the rows of a JSON-lines file of at most `max_bytes` bytes like
-/// [`read_rows`](crate::read_rows).
-///
-/// # Errors
-/// The errors of [`read_rows`](crate::read_rows).
-pub fn read_judged(path: impl AsRef<Path>, max_bytes: u64) -> Result<Vec<(usize, Judged)>> {
-    lines(path.as_ref(), max_bytes, JUDGED, Judged::from_json)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -298,49 +232,6 @@ mod tests {
         let Preference { chosen, rejected } = Preference::from_json(&orca).unwrap();
         let plain = |text: &str| json!({"system": "Be brief.", "question": "Add.", "answer": text});
         assert_eq!([chosen, rejected], ["4", "5"].map(|text| Row::from_json(&plain(text)).unwrap()));
-    }
-
-    /// The forms of published data sets, which are named by the lines.
-    #[test]
-    fn judged_answers_are_read() {
-        let chat = [user("Hi"), answer("Hi."), user("What color is the sky?"), answer("It is blue.")];
-        let mut messages = chat.to_vec();
-        messages[1]["train"] = false.into();
-        let one = |row: Row, desirable: bool| Judged::One { row, desirable };
-        let completion = Row::Completion { prompt: "The sky is".into(), completion: " blue.".into() };
-        let whole = Row::Chat { messages, tools: None };
-        for (row, want) in [
-            // trl-internal-testing/zen, standard_unpaired_preference.
-            (json!({"prompt": "The sky is", "completion": " blue.", "label": true}), one(completion.clone(), true)),
-            (json!({"prompt": "The sky is", "completion": " blue.", "label": 0}), one(completion, false)),
-            // trl-lib/kto-mix-14k.
-            (json!({"prompt": chat[..3], "completion": chat[3..], "label": true}), one(whole.clone(), true)),
-            // LLaMA-Factory's kto_en_demo.
-            (json!({"messages": chat, "label": false}), one(whole, false)),
-            (
-                json!({"prompt": "a", "chosen": "b", "rejected": "c"}),
-                Judged::Two(Preference::from_json(&json!({"prompt": "a", "chosen": "b", "rejected": "c"})).unwrap()),
-            ),
-        ] {
-            assert_eq!(Judged::from_json(&row), Ok(want), "{row}");
-        }
-        for (row, words) in [
-            (json!("text"), "expected an object with `prompt`, `completion` and `label`"),
-            (json!({"prompt": "a", "completion": "b"}), "`label` is missing"),
-            (json!({"prompt": "a", "completion": "b", "label": "good"}), "expected true or false, got \"good\""),
-            (json!({"text": "a", "label": true}), "`text` has no answer"),
-            (
-                json!({"prompt": "a", "chosen": "b", "label": true}),
-                "`rejected` is missing or empty: rows with a `label`",
-            ),
-            (
-                json!({"messages": [answer("a"), user("b")], "label": true}),
-                "`completion`: expected at least one message of the role \"assistant\"",
-            ),
-        ] {
-            let error = Judged::from_json(&row).unwrap_err();
-            assert!(error.contains(words), "{row}: {error}");
-        }
     }
 
     #[test]

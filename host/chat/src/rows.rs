@@ -97,8 +97,8 @@ fn check_judgement(object: &Map<String, Value>) -> std::result::Result<(), Strin
     }
     let is_bad = |label: &Value| *label == Value::Bool(false) || object.contains_key("completion") && *label == 0;
     if object.get("label").is_some_and(is_bad) {
-        return Err("`label` is false, which marks a bad answer, but every answer is learned: train with `--preferences kto`, or \
-                    remove all such rows, for example with `jq -c 'select(.label != false)'`"
+        return Err("`label` is false, which marks a bad answer, but every answer is learned: remove all such rows, for example \
+                    with `jq -c 'select(.label != false)'`"
             .into());
     }
     let weight = object.get("weight").filter(|weight| !weight.is_null() && weight.as_f64() != Some(1.0));

@@ -5,7 +5,7 @@
 use serde_json::{Map, Value, json};
 use std::path::Path;
 use std::time::Instant;
-use stepscope_chat::{ChatTemplate, Encoded, Encoder, Notes, Row, Sample, mismatch};
+use stepscope_chat::{ChatTemplate, Encoded, Encoder, Notes, Row, Sample};
 use tokenizers::Tokenizer;
 
 fn file(name: &str) -> String {
@@ -50,7 +50,7 @@ fn completions_count_from_the_divergence() {
             // A completion that is only the end token counts. TRL has it in the prompt, too.
             let first = first.min(ids.len() - 1);
             let counted = (0..ids.len()).map(|at| at >= first).collect();
-            assert_eq!(found.samples, [Sample { ids, counted, desirable: false }], "{name}: {row}");
+            assert_eq!(found.samples, [Sample { ids, counted }], "{name}: {row}");
             compared += 1;
 
             // A text counts as a whole, apart from what the tokenizer puts before it.
@@ -424,32 +424,4 @@ fn masks_are_those_of_trl() {
     println!("{compared} compared, {refused} refused, {} differ", faults.len());
     assert!(faults.is_empty(), "{}", faults.join("\n"));
     assert!(compared > 2000 && refused < 500, "{compared} compared, {refused} refused");
-}
-
-/// The good answers move to the next good prompt, the last of them to the first bad one, and the
-/// last bad one to the first good prompt.
-#[test]
-fn mismatched_answers_follow_prompts() {
-    let row = |samples: &[(u32, bool)]| {
-        let sample = |&(id, desirable): &(u32, bool)| Sample {
-            ids: vec![id, id, 10 * id, 10 * id + 1],
-            counted: vec![false, false, true, true],
-            desirable,
-        };
-        Encoded { samples: samples.iter().map(sample).collect(), notes: Notes::default() }
-    };
-    let mut rows = [row(&[(1, true), (2, false)]), row(&[]), row(&[(3, false)]), row(&[(4, true)])];
-    let before = rows.clone();
-    mismatch(&mut rows);
-    let answers = [[1, 3], [2, 4], [3, 2], [4, 1]];
-    let mut places = answers.into_iter();
-    for (row, before) in rows.iter().zip(&before) {
-        assert_eq!(row.samples.len(), 2 * before.samples.len());
-        for (two, own) in row.samples.chunks(2).zip(&before.samples) {
-            let [prompt, answer] = places.next().unwrap();
-            let other = Sample { ids: vec![prompt, prompt, 10 * answer, 10 * answer + 1], ..own.clone() };
-            assert_eq!(two, [own.clone(), other]);
-        }
-    }
-    assert_eq!(places.next(), None);
 }

@@ -137,19 +137,6 @@ on_each_device! {
         let adapter = folder.path().join("first/adapter");
         let (second, _) = run_with("second", &format!("--adapter {} --epochs 1", adapter.display()));
         assert!(number(&second, "/losses/0") < 0.6 && number(&second, "/rewards/0/rewards~1margins") > 0.25, "{second}");
-
-        // The rewards of ORPO are means over tokens, and those of KTO are sums.
-        for (loss, more) in [("orpo", 0.02), ("kto", 0.2)] {
-            let (other, _) = run_with(loss, &format!("--lora 8 --preferences {loss}"));
-            let [first, last] = [0, other["losses"].as_array().unwrap().len() - 1].map(|update| {
-                ["losses", "rewards"].map(|list| match &other[list][update] {
-                    rewards @ Value::Object(_) => rewards["rewards/margins"].as_f64().unwrap(),
-                    loss => loss.as_f64().unwrap(),
-                })
-            });
-            assert!(last[0] < first[0] && last[1] > first[1] + more, "{other}");
-            assert_eq!(folder.path().join(loss).join("references.safetensors").exists(), loss == "kto");
-        }
     }
 
     /// Adapters learn too. They are exported by themselves, in PEFT's files, or merged into the
@@ -228,9 +215,8 @@ fn ranks_give_same_bits(kind: DeviceKind) {
     let lora = "--lora 4 --lora-targets q_proj,v_proj,down_proj --lora-dropout 0.1";
     let quantized = format!("{lora} --quantize nf4");
     let small = "--precision bf16 --memory small";
-    let [dpo, orpo, kto] = ["dpo", "orpo", "kto"].map(|loss| format!("{lora} --preferences {loss}"));
-    let narrow = format!("{lora} --precision bf16 --recompute");
-    for settings in ["", lora, &narrow, &quantized, small, &dpo, &orpo, &kto] {
+    let preferences = format!("{lora} --preferences dpo");
+    for settings in ["", lora, &format!("{lora} --precision bf16 --recompute"), &quantized, small, &preferences] {
         let [one, two] =
             [("one", "--shards 2"), ("two", "--ranks 2")].map(|(name, more)| run(name, &format!("{more} {settings}")));
         assert_eq!(one, two, "{settings}");
@@ -313,19 +299,6 @@ fn bad_input_writes_nothing() {
     );
     refused(&example("pairs.jsonl"), "--preferences dpo --batch 3", "--batch: 3 contexts cannot be divided into twos");
     refused(&example("pairs.jsonl"), "--preferences dpo --context 8", "give a larger --context");
-    refused(&chats, "--preferences kto", "line 1: expected `prompt`, `completion` and `label`");
-    let labeled = |rows: usize| {
-        r#"{"prompt": "a", "completion": "b", "label": true}
-"#
-        .repeat(rows)
-    };
-    refused(&data("one.jsonl", &labeled(1)), "--preferences kto", "has one answer, and kto compares");
-    refused(
-        &data("two.jsonl", &labeled(2)),
-        "--preferences orpo",
-        "a `label` have one answer; train with `--preferences kto`",
-    );
-    refused(&example("pairs.jsonl"), "--preferences dpo --desirable-weight 2", "--desirable-weight: is only for");
 
     let bare = folder.path().join("bare");
     fs::create_dir(&bare).unwrap();

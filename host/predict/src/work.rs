@@ -160,7 +160,7 @@ fn updates(launch: &Launch, argument: &str) -> bool {
     let name = launch.entry.name;
     // The flag follows two slices of two words each.
     let accumulates = || launch.words.as_slice().get(4).is_some_and(|&accumulate| accumulate != 0);
-    ["adamw", "ademamix", "sgd"].iter().any(|update| name.starts_with(update)) && argument != "copy"
+    (name.starts_with("adamw") || name.starts_with("sgd")) && argument != "copy"
         || name.starts_with("scale_by") && argument == "out" && accumulates()
 }
 

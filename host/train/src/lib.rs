@@ -25,7 +25,7 @@ pub use checkpoint::Checkpoint;
 pub use file_type::FileType;
 pub use loader::Loader;
 pub use optim::{
-    AdEmaMix, AdamW, Decay, Muon, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments,
+    AdamW, Decay, Muon, Optimizer, ParameterGroup, ParameterGroups, Schedule, Sgd, SmallUpdateArguments,
     UpdateArguments, UpdateRule, UpdateTicket, WholeParameter,
 };
 pub use pretrained::StateDict;

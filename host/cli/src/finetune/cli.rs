@@ -8,20 +8,16 @@ use stepscope_chat::Date;
 
 use crate::program::results::Claim;
 use crate::run::cli::RunArgs;
-use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::{Decay, above_zero, below_one, share, up_to, zero_or_above};
-use crate::train::model::preferences::PreferenceLoss;
+use crate::train::model::preferences::Dpo;
 
 /// The learning rates of full fine-tuning, and of adapters.
 const RATE: f32 = 2e-5;
 const LORA_RATE: f32 = 2e-4;
-/// Those of DPO and KTO, as TRL's script `trl/scripts/dpo.py` gives them, and of ORPO, as its
-/// `examples/scripts/orpo.py` did.
+/// Those of preferences, as TRL's script `trl/scripts/dpo.py` gives them.
 const DPO_RATE: f32 = 5e-7;
 const DPO_LORA_RATE: f32 = 5e-6;
-const ORPO_RATE: f32 = 8e-6;
-const ORPO_LORA_RATE: f32 = 8e-5;
-/// TRL's default, of all losses.
+/// TRL's default.
 const BETA: f32 = 0.1;
 
 /// Fine-tunes a language model of transformers on chats, prompts with completions, or texts. Writes
@@ -39,7 +35,7 @@ pub(crate) struct Args {
     tokenizer: Option<PathBuf>,
 
     /// Files with one JSON object a line: `messages`, `prompt` and `completion`, or `text`; for
-    /// preferences `prompt`, `chosen` and `rejected`, or for kto `prompt`, `completion` and `label`
+    /// preferences `prompt`, `chosen` and `rejected`
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
     pub(crate) data: Vec<PathBuf>,
 
@@ -73,26 +69,17 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = up_to(1 << 20))]
     pub(crate) epochs: usize,
 
-    /// Train which answers are preferred, instead of the answers themselves
+    /// Train the preference of one answer over another, instead of the answers themselves
     #[arg(long, value_enum)]
     pub(crate) preferences: Option<Preferences>,
 
-    /// Factor of dpo and kto on the differences from the reference, which is the model before
-    /// training and without adapters; a larger one keeps the model nearer to it. For orpo, the
-    /// weight of the preference next to the chosen texts [default: 0.1]
+    /// Factor of dpo on the differences from the reference, which is the model before training and
+    /// without adapters; a larger one keeps the model nearer to it [default: 0.1]
     #[arg(long, value_name = "NUMBER", value_parser = above_zero, requires = "preferences")]
     pub(crate) beta: Option<f32>,
 
-    /// Weight of good answers in the loss of kto [default: 1]
-    #[arg(long, value_name = "NUMBER", value_parser = above_zero, requires = "preferences")]
-    pub(crate) desirable_weight: Option<f32>,
-
-    /// Weight of bad answers in the loss of kto [default: 1]
-    #[arg(long, value_name = "NUMBER", value_parser = above_zero, requires = "preferences")]
-    pub(crate) undesirable_weight: Option<f32>,
-
-    /// Peak learning rate of AdamW [default: 2e-5, or 2e-4 for adapters; 5e-7 and 5e-6 for dpo and
-    /// kto; 8e-6 and 8e-5 for orpo]
+    /// Peak learning rate of AdamW [default: 2e-5, or 2e-4 for adapters; for preferences 5e-7, or
+    /// 5e-6 for adapters]
     #[arg(long, value_name = "RATE", value_parser = above_zero)]
     pub(crate) learning_rate: Option<f32>,
 
@@ -168,12 +155,8 @@ pub(crate) struct Args {
 /// The loss of preferences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Preferences {
-    /// Direct preference optimization: pairs of answers, compared with a reference.
+    /// Direct preference optimization.
     Dpo,
-    /// Odds ratio preference optimization: pairs of answers, without a reference.
-    Orpo,
-    /// Kahneman-Tversky optimization: good and bad answers, compared with a reference.
-    Kto,
 }
 
 /// The type of quantized weights.
@@ -200,36 +183,8 @@ impl Args {
     }
 
     /// Returns the preference loss, if preferences are trained.
-    pub(crate) fn preference_loss(&self) -> Option<PreferenceLoss> {
-        let beta = self.beta.unwrap_or(BETA);
-        Some(match self.preferences? {
-            Preferences::Dpo => PreferenceLoss::Dpo { beta },
-            Preferences::Orpo => PreferenceLoss::Orpo { beta },
-            Preferences::Kto => PreferenceLoss::Kto {
-                beta,
-                desirable: self.desirable_weight.unwrap_or(1.0),
-                undesirable: self.undesirable_weight.unwrap_or(1.0),
-            },
-        })
-    }
-
-    /// Checks the options of preferences.
-    pub(crate) fn check_preferences(&self) -> Outcome<()> {
-        let weights =
-            [("--desirable-weight", self.desirable_weight), ("--undesirable-weight", self.undesirable_weight)];
-        let weight =
-            weights.into_iter().find(|(_, weight)| weight.is_some() && self.preferences != Some(Preferences::Kto));
-        if let Some((option, _)) = weight {
-            return Err(bad(option, "is only for answers that are judged one by one: add --preferences kto"));
-        }
-        if self.preferences.is_some() && !self.batch.is_multiple_of(2) {
-            let reason = format!(
-                "{} contexts cannot be divided into twos, as preferences need them: give an even number",
-                self.batch
-            );
-            return Err(bad("--batch", reason));
-        }
-        Ok(())
+    pub(crate) fn dpo(&self) -> Option<Dpo> {
+        self.preferences.map(|Preferences::Dpo| Dpo { beta: self.beta.unwrap_or(BETA) })
     }
 
     pub(crate) fn learning_rate(&self) -> f32 {
@@ -237,10 +192,8 @@ impl Args {
         self.learning_rate.unwrap_or(match (self.preferences, has_adapters) {
             (None, false) => RATE,
             (None, true) => LORA_RATE,
-            (Some(Preferences::Dpo | Preferences::Kto), false) => DPO_RATE,
-            (Some(Preferences::Dpo | Preferences::Kto), true) => DPO_LORA_RATE,
-            (Some(Preferences::Orpo), false) => ORPO_RATE,
-            (Some(Preferences::Orpo), true) => ORPO_LORA_RATE,
+            (Some(Preferences::Dpo), false) => DPO_RATE,
+            (Some(Preferences::Dpo), true) => DPO_LORA_RATE,
         })
     }
 

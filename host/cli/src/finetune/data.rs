@@ -11,21 +11,22 @@ use serde::Serialize;
 use sha2::{Digest, Sha256};
 use stepscope::data::{Loader, SplitMix64, Windows};
 use stepscope::memory::HostMemory;
-use stepscope::{Error, Result};
+use stepscope::{Error, HostBatch, HostInputs, Result};
 use stepscope_chat::{
-    Encoded, Encoder, Notes, Packed, Sample, mismatch, pack, pack_pairs, read_judged, read_preferences, read_rows,
-    usable,
+    Encoded, Encoder, IGNORED, Notes, Packed, Sample, pack, pack_pairs, read_preferences, read_rows, usable,
 };
 use stepscope_core::internals::hex;
 
-use crate::finetune::cli::Preferences;
-use crate::finetune::contexts::{Contexts, Counts, PairForm, TWO};
 use crate::program::workers::Workers;
+use crate::run::updates::TokenBatch;
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::tokenizer::Tokenizer;
 
 /// The most bytes of memory that one byte of a file needs: the row, its text and its tokens.
 const BYTES_OF_BYTE: u64 = 16;
+
+/// The contexts of a pair of answers.
+const TWO: usize = 2;
 
 /// The files that are trained and evaluated on.
 pub(crate) struct Sources<'s> {
@@ -45,8 +46,8 @@ pub(crate) struct Form {
     /// True if several samples share a context. Without rotary positions, a sample must begin at
     /// the first one.
     pub(crate) packs: bool,
-    /// The loss of pairs of answers, whose contexts come in twos.
-    pub(crate) preferences: Option<Preferences>,
+    /// True if rows have two answers, whose contexts come in twos.
+    pub(crate) has_pairs: bool,
     /// True if batches have an input that marks padding.
     pub(crate) marks_padding: bool,
 }
@@ -56,7 +57,7 @@ pub(crate) struct Data {
     pub(crate) training: Arc<Vec<Packed>>,
     pub(crate) held_out: Vec<Packed>,
     pub(crate) size: DataSize,
-    preferences: Option<Preferences>,
+    has_pairs: bool,
     marks_padding: bool,
 }
 
@@ -159,9 +160,6 @@ impl Data {
             digest.update((sample.ids.len() as u64).to_le_bytes());
             digest.update(bytemuck::cast_slice::<u32, u8>(&sample.ids));
             digest.update(sample.counted.iter().map(|&counted| u8::from(counted)).collect::<Vec<_>>());
-            if form.preferences == Some(Preferences::Kto) {
-                digest.update([u8::from(sample.desirable)]);
-            }
         }
         let Notes { lost, shared, opened, trailing } = notes;
         let mut size = DataSize {
@@ -192,8 +190,8 @@ impl Data {
                 return Err(bad(option, reason));
             }
         }
-        let Form { preferences, marks_padding, .. } = form;
-        Ok(Self { training: Arc::new(training), held_out, size, preferences, marks_padding })
+        let Form { has_pairs, marks_padding, .. } = form;
+        Ok(Self { training: Arc::new(training), held_out, size, has_pairs, marks_padding })
     }
 
     /// Returns the updates of a pass over the data, for updates of this many contexts. The last
@@ -226,16 +224,17 @@ impl Data {
             let all = |numbers: &[usize]| -> Vec<&Packed> {
                 numbers.iter().flat_map(|&number| &training[number * unit..][..unit]).collect()
             };
-            let counts = Counts::of(&all(&numbers));
-            let share = per_update as f64 / counts.counted as f64;
+            let counted = match pairs {
+                None => all(&numbers).iter().map(|packed| packed.counted).sum(),
+                Some(_) => numbers.iter().map(|&number| training[number * unit].samples()).sum::<usize>(),
+            };
+            let share = per_update as f64 / counted as f64;
             let part = |number: usize| {
                 let own = numbers.chunks(batch / unit).nth(number).unwrap_or_default();
                 let contexts = Contexts::new(all(own), batch, context, share, marks_padding);
                 let Some(pairs) = pairs else { return contexts };
-                let count = TWO * pairs.places;
-                let references =
-                    own.iter().flat_map(|&number| references.get(number * count..)?.get(..count)).flatten();
-                contexts.with_pairs(&all(own), pairs, counts, per_update, references.copied().collect())
+                let references = own.iter().flat_map(|&number| &references[number * TWO * pairs..][..TWO * pairs]);
+                contexts.with_pairs(all(own), pairs, share, references.copied().collect())
             };
             Ok((0..accumulate).map(part).collect())
         }))
@@ -244,13 +243,13 @@ impl Data {
     /// Returns contexts in parts of `batch`. `references` has the references of all their pairs, or
     /// nothing, which counts as zeros.
     pub(crate) fn in_order(&self, all: &[Packed], context: usize, batch: usize, references: &[f32]) -> Vec<Contexts> {
-        let (pairs, counts) = (self.pairs(all), Counts::of(&all.iter().collect::<Vec<_>>()));
+        let pairs = self.pairs(all);
         let part = |(number, part): (usize, &[Packed])| {
             let contexts = Contexts::new(part, batch, context, 1.0, self.marks_padding);
             let Some(pairs) = pairs else { return contexts };
-            let (first, count) = (number * batch * pairs.places, part.len() * pairs.places);
+            let (first, count) = (number * batch * pairs, part.len() * pairs);
             let own = references.get(first..first + count).unwrap_or_default();
-            contexts.with_pairs(&part.iter().collect::<Vec<_>>(), pairs, counts, counts.pairs, own.to_vec())
+            contexts.with_pairs(part, pairs, 1.0, own.to_vec())
         };
         all.chunks(batch).enumerate().map(part).collect()
     }
@@ -258,39 +257,38 @@ impl Data {
     /// Returns the number of references of contexts in parts of `batch`, of which the last is
     /// filled up.
     pub(crate) fn references(&self, all: &[Packed], batch: usize) -> usize {
-        all.len().next_multiple_of(batch) * self.pairs(all).map_or(0, |pairs| pairs.places)
+        all.len().next_multiple_of(batch) * self.pairs(all).unwrap_or(0)
     }
 
     /// Returns the contexts that belong together: those of the two answers, or one.
     fn unit(&self) -> usize {
-        if self.preferences.is_some() { TWO } else { 1 }
+        if self.has_pairs { TWO } else { 1 }
     }
 
-    /// Returns the form of the pairs of contexts, or none if there are no pairs.
-    fn pairs(&self, contexts: &[Packed]) -> Option<PairForm> {
-        let places = contexts.iter().map(Packed::samples).max().unwrap_or(1);
-        self.preferences.map(|preferences| PairForm { preferences, places })
+    /// Returns the most pairs of two contexts, or none if rows have no pairs.
+    fn pairs(&self, contexts: &[Packed]) -> Option<usize> {
+        self.has_pairs.then(|| contexts.iter().map(Packed::samples).max().unwrap_or(1))
     }
 
     /// Returns contexts without tokens, in the shape of those to train on.
     pub(crate) fn blank(&self, context: usize, count: usize) -> Contexts {
         let blank = Contexts::new([], count, context, 1.0, self.marks_padding);
         match self.pairs(&self.training) {
-            Some(pairs) => blank.with_pairs(&[], pairs, Counts::default(), 0, Vec::new()),
+            Some(pairs) => blank.with_pairs([], pairs, 1.0, Vec::new()),
             None => blank,
         }
     }
 }
 
 impl Form {
-    /// Packs samples, which are pairs if preferences are trained.
+    /// Packs samples, which are pairs if rows have them.
     fn packed(self, samples: &[Sample]) -> Vec<Packed> {
         match self {
-            Self { context, packs: true, preferences: None, .. } => pack(samples, context),
-            Self { context, preferences: None, .. } => {
+            Self { context, packs: true, has_pairs: false, .. } => pack(samples, context),
+            Self { context, has_pairs: false, .. } => {
                 samples.iter().flat_map(|sample| pack(from_ref(sample), context)).collect()
             }
-            Self { context, packs, preferences: Some(_), .. } => {
+            Self { context, packs, has_pairs: true, .. } => {
                 let (pairs, _) = samples.as_chunks::<TWO>();
                 let packed = match packs {
                     true => pack_pairs(pairs, context),
@@ -305,20 +303,9 @@ impl Form {
 /// Reads and encodes the rows of a file.
 fn encoded(path: &Path, tokenizer: &Tokenizer, encoder: &Encoder<'_>, form: Form) -> Outcome<Vec<Encoded>> {
     let most = HostMemory::available_bytes() / BYTES_OF_BYTE;
-    match form.preferences {
-        None => encoded_by(path, tokenizer, read_rows(path, most), |row| encoder.encode(row)),
-        Some(Preferences::Dpo | Preferences::Orpo) => {
-            encoded_by(path, tokenizer, read_preferences(path, most), |row| encoder.encode_preference(row))
-        }
-        Some(Preferences::Kto) => {
-            let mut rows = encoded_by(path, tokenizer, read_judged(path, most), |row| encoder.encode_judged(row))?;
-            if rows.iter().map(|row| row.samples.len()).sum::<usize>() == 1 {
-                let reason = "has one answer, and kto compares answers with those to other prompts: add rows";
-                return Err(bad(path.display(), reason));
-            }
-            mismatch(&mut rows);
-            Ok(rows)
-        }
+    match form.has_pairs {
+        true => encoded_by(path, tokenizer, read_preferences(path, most), |row| encoder.encode_preference(row)),
+        false => encoded_by(path, tokenizer, read_rows(path, most), |row| encoder.encode(row)),
     }
 }
 
@@ -348,5 +335,126 @@ fn encoded_by<T: Sync>(
 fn shuffle(rows: &mut [Encoded], random: &mut SplitMix64) {
     for last in (1..rows.len()).rev() {
         rows.swap(last, (random.next_u64() % (last as u64 + 1)) as usize);
+    }
+}
+
+/// The contexts of one step.
+#[derive(Clone, Debug)]
+pub(crate) struct Contexts {
+    context: usize,
+    pub(crate) ids: Vec<u32>,
+    labels: Vec<u32>,
+    documents: Vec<u32>,
+    /// 1 for each token and 0 for padding, if the model reads it.
+    real: Option<Vec<f32>>,
+    /// The contexts of the whole batch divided by its counted tokens.
+    share: [f32; 1],
+    pairs: Option<Pairs>,
+    counted: usize,
+    tokens: usize,
+}
+
+/// The inputs of a preference loss; see [`crate::train::model::preferences`].
+#[derive(Clone, Debug)]
+struct Pairs {
+    /// The most pairs of two contexts.
+    places: usize,
+    references: Vec<f32>,
+    weights: Vec<f32>,
+    /// The number of pairs.
+    count: usize,
+}
+
+impl Contexts {
+    /// Joins packed contexts, and as many without tokens as `count` lacks. An input marks padding
+    /// if `marks_padding`.
+    pub(crate) fn new<'p>(
+        packed: impl IntoIterator<Item = &'p Packed>,
+        count: usize,
+        context: usize,
+        share: f64,
+        marks_padding: bool,
+    ) -> Self {
+        let mut all = Self {
+            context,
+            ids: Vec::new(),
+            labels: Vec::new(),
+            documents: Vec::new(),
+            real: marks_padding.then(Vec::new),
+            share: [share as f32],
+            pairs: None,
+            counted: 0,
+            tokens: 0,
+        };
+        for packed in packed {
+            all.ids.extend(&packed.ids);
+            all.labels.extend(&packed.labels);
+            all.documents.extend(&packed.documents);
+            if let Some(real) = &mut all.real {
+                real.extend((0..packed.ids.len()).map(|at| if at < packed.tokens { 1.0 } else { 0.0 }));
+            }
+            all.counted += packed.counted;
+            all.tokens += packed.tokens;
+        }
+        all.ids.resize(count * context, 0);
+        all.labels.resize(count * context, IGNORED);
+        all.documents.resize(count * context, 0);
+        if let Some(real) = &mut all.real {
+            real.resize(count * context, 0.0);
+        }
+        all
+    }
+
+    /// Adds the pairs of packed contexts, of which two have at most `places`, and their references.
+    /// `share` is the contexts of the whole batch divided by its pairs.
+    fn with_pairs<'p>(
+        self,
+        packed: impl IntoIterator<Item = &'p Packed>,
+        places: usize,
+        share: f64,
+        mut references: Vec<f32>,
+    ) -> Self {
+        let counts = packed.into_iter().step_by(TWO).map(Packed::samples);
+        let (mut weights, mut count, weight) = (Vec::new(), 0, (share / self.len() as f64) as f32);
+        for pairs in counts {
+            count += pairs;
+            weights.extend((0..places).map(|place| if place < pairs { weight } else { 0.0 }));
+        }
+        weights.resize(self.len() / TWO * places, 0.0);
+        references.resize(self.len() * places, 0.0);
+        Self { pairs: Some(Pairs { places, references, weights, count }), ..self }
+    }
+}
+
+impl HostBatch for Contexts {
+    fn len(&self) -> usize {
+        self.ids.len() / self.context
+    }
+
+    fn inputs(&self) -> Result<HostInputs<'_>> {
+        let shape = [self.len(), self.context];
+        let inputs = HostInputs::new().with(&self.ids, shape)?.with(&self.labels, shape)?;
+        let inputs = inputs.with(&self.documents, shape)?;
+        let inputs = match &self.pairs {
+            Some(Pairs { places, references, weights, .. }) => {
+                let twos = self.len() / TWO;
+                inputs.with(references, [twos, TWO, *places])?.with(weights, [twos, *places])?
+            }
+            None => inputs.with(&self.share, [1])?,
+        };
+        match &self.real {
+            Some(real) => inputs.with(real, shape),
+            None => Ok(inputs),
+        }
+    }
+}
+
+impl TokenBatch for Contexts {
+    fn weight(&self) -> usize {
+        self.pairs.as_ref().map_or(self.counted, |pairs| pairs.count)
+    }
+
+    fn tokens(&self) -> usize {
+        self.tokens
     }
 }

@@ -8,7 +8,7 @@
 //! stepscope finetune --weights DIR --data chats.jsonl --eval-share 0.05 --patience 2 --precision bf16
 //! stepscope finetune --weights DIR --data pairs.jsonl --preferences dpo --lora 16
 //! ```
-//! [`data`] turns rows into packed [`contexts`], in which only the assistant's text counts. The
+//! [`data`] turns rows into packed contexts, in which only the assistant's text counts. The
 //! [`plan`] sets up the model of [`crate::train::model`] and its training, which [`crate::run`]
 //! runs. The loss is a mean over the counted tokens of an update, however these are spread over
 //! parts and ranks. The exported model is the best by evaluation, or the last one if there are no
@@ -17,7 +17,6 @@
 //! The exit codes are those of [`crate::train`].
 
 pub(crate) mod cli;
-mod contexts;
 mod data;
 mod plan;
 mod references;

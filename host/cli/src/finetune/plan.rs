@@ -14,8 +14,7 @@ use stepscope_chat::{ChatTemplate, Encoder, Packed};
 use stepscope_core::internals::hex;
 
 use crate::finetune::cli::{Args, Quantize};
-use crate::finetune::contexts::Contexts;
-use crate::finetune::data::{Data, Form, Sources};
+use crate::finetune::data::{Contexts, Data, Form, Sources};
 use crate::finetune::references::References;
 use crate::program::settings::Settings;
 use crate::run::cli::RunArgs;
@@ -72,7 +71,13 @@ impl<'r> Plan<'r> {
             None => model::check_trainable(&args.weights, &files, &config)?,
         }
         check_batch(args.batch, config.context)?;
-        args.check_preferences()?;
+        if args.preferences.is_some() && !args.batch.is_multiple_of(2) {
+            let reason = format!(
+                "{} contexts cannot be divided into twos, of chosen and of rejected answers: give an even number",
+                args.batch
+            );
+            return Err(bad("--batch", reason));
+        }
         let resumed = args.resume.as_deref().map(run::resumed).transpose()?;
         let mut folder = match args.tokenizer() {
             Some(file) => ModelFolder::with_tokenizer(&args.weights, tokenizer(&file)?)?,
@@ -96,7 +101,7 @@ impl<'r> Plan<'r> {
         let form = Form {
             context: config.context,
             packs: config.learned_positions.is_none(),
-            preferences: args.preferences,
+            has_pairs: args.preferences.is_some(),
             marks_padding: config.router_loss.is_some(),
         };
         let data = Data::load(&sources, &encoder, form)?;
@@ -133,7 +138,7 @@ impl<'r> Plan<'r> {
     /// Returns the way in which the model runs.
     pub(crate) fn mode(&self) -> Mode {
         let RunArgs { recompute, memory, .. } = self.args.run;
-        Mode { recompute, memory, documents: true, counted: true, preferences: self.args.preference_loss() }
+        Mode { recompute, memory, documents: true, counted: true, preferences: self.args.dpo() }
     }
 
     /// Builds the model. If it has adapters, its own weights are frozen, in the type of the file,
@@ -288,7 +293,7 @@ impl<'r> Plan<'r> {
             ("data", self.data.size.sha256.clone()),
         ]);
         all.extend(self.args.run.memory.setting());
-        all.extend(self.args.preference_loss().map(|loss| ("preferences", format!("{loss:?}"))));
+        all.extend(self.args.dpo().map(|dpo| ("preferences", format!("{dpo:?}"))));
         let date = self.folder.template.as_ref().and_then(ChatTemplate::date);
         all.extend(date.map(|date| ("date", date.to_string())));
         all

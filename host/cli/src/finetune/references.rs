@@ -25,10 +25,8 @@ use crate::program::settings;
 use crate::run::rule::Rule;
 use crate::train::bad_input::Outcome;
 use crate::train::model::Gpt;
-use crate::train::model::preferences::PreferenceLoss;
 
-/// The references of contexts, in their order: two for each place of a pair. Empty without pairs,
-/// and for a loss without a reference.
+/// The references of contexts, in their order: two for each place of a pair. Empty without pairs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct References {
     pub(crate) training: Vec<f32>,
@@ -50,7 +48,7 @@ impl Plan<'_> {
         state: &TrainState<Gpt<S>, Rule>,
         leads: bool,
     ) -> Outcome<References> {
-        if !self.args.preference_loss().is_some_and(PreferenceLoss::has_reference) {
+        if self.args.preferences.is_none() {
             return Ok(References::default());
         }
         let own = self.args.out.join(REFERENCES);

@@ -6,7 +6,7 @@ mod mixtures;
 mod preferences;
 
 use super::cli::Args;
-use super::contexts::Contexts;
+use super::data::Contexts;
 use super::plan::Plan;
 use super::references::References;
 use crate::run::memory::{self, RunMemory};

@@ -27,9 +27,9 @@ const MAX_BYTES: u64 = 1 << 30;
 const LOSS: &str = "loss";
 const EVALUATION: &str = "evaluation loss";
 /// The tags of rewards, which are TRL's.
-const REWARDS: [&str; 5] = ["rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "kl"];
-const EVALUATION_REWARDS: [&str; 5] =
-    ["eval_rewards/chosen", "eval_rewards/rejected", "eval_rewards/accuracies", "eval_rewards/margins", "eval_kl"];
+const REWARDS: [&str; 4] = ["rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"];
+const EVALUATION_REWARDS: [&str; 4] =
+    ["eval_rewards/chosen", "eval_rewards/rejected", "eval_rewards/accuracies", "eval_rewards/margins"];
 
 /// The figures of an update, or of an evaluation.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -169,9 +169,9 @@ impl Logs {
             (EVALUATION, line.evaluation_loss),
         ];
         let tags = if line.evaluation_loss.is_some() { EVALUATION_REWARDS } else { REWARDS };
-        let rewards = line.rewards.map(|Rewards { chosen, rejected, accuracy, margin, kl }| {
-            [Some(chosen), Some(rejected), Some(accuracy), Some(margin), kl]
-        });
+        let rewards = line
+            .rewards
+            .map(|Rewards { chosen, rejected, accuracy, margin }| [chosen, rejected, accuracy, margin].map(Some));
         let rewards = rewards.into_iter().flat_map(|rewards| tags.into_iter().zip(rewards));
         let values = values.into_iter().chain(rewards).filter_map(|(tag, value)| Some((tag, value?)));
         events.write_all(&Event::figures(line.update, values).to_record())

@@ -107,13 +107,6 @@ impl RunMemory {
         Ok(Self { steps: self.steps + measured.high_water_bytes() as u64, ..self })
     }
 
-    /// Adds the memory of a third moment.
-    #[must_use]
-    pub(crate) fn with_moment(self, spec: &ParameterSpec) -> Self {
-        let bytes = spec.state_bytes();
-        Self { weights: self.weights + bytes, state: self.state + bytes, ..self }
-    }
-
     /// Computes the needs of a text that is written with loaded weights, whose step takes `steps`
     /// bytes. Trained weights are stored in f32, and if products read BF16, in both types.
     pub(crate) fn of_text(spec: &ParameterSpec, steps: usize, is_bf16: bool) -> Self {

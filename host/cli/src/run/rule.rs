@@ -1,9 +1,7 @@
 //! The optimizer of a run, which the command line selects.
 
-use std::fmt;
-
 use clap::ValueEnum;
-use stepscope::optim::{AdEmaMix, Muon, ParameterGroup, SmallUpdateArguments, UpdateArguments, UpdateRule};
+use stepscope::optim::{Muon, ParameterGroup, SmallUpdateArguments, UpdateArguments, UpdateRule};
 use stepscope::{AdamW, Result, Step};
 
 /// The name of an optimizer.
@@ -13,41 +11,21 @@ pub(crate) enum Optimizer {
     Adamw,
     /// Muon for the matrices of blocks, and AdamW for all other parameters.
     Muon,
-    /// AdEMAMix for all parameters: AdamW with a second, slower momentum.
-    #[value(name = "ademamix")]
-    AdEmaMix,
 }
 
 impl Optimizer {
-    /// Returns the rule with these settings of AdamW, for a run of this many updates.
-    pub(crate) fn rule(self, adamw: AdamW, updates: u64) -> Rule {
+    /// Returns the rule with these settings of AdamW.
+    pub(crate) fn rule(self, adamw: AdamW) -> Rule {
         match self {
             Self::Adamw => Rule::AdamW(adamw),
             Self::Muon => Rule::Muon(Muon { adamw, ..Muon::default() }),
-            Self::AdEmaMix => Rule::AdEmaMix(AdEmaMix { adamw, warmup: updates, ..AdEmaMix::default() }),
         }
     }
 
-    /// Returns the setting that decides the weights in a run of this many updates. Checkpoints from
-    /// before this setting lack it.
-    pub(crate) fn setting(self, updates: u64) -> Option<(&'static str, String)> {
-        let value = match self {
-            Self::Adamw => return None,
-            Self::Muon => self.to_string(),
-            // Its momentum depends on the length of the run.
-            Self::AdEmaMix => format!("{self} over {updates} updates"),
-        };
-        Some(("optimizer", value))
-    }
-}
-
-impl fmt::Display for Optimizer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Adamw => "adamw",
-            Self::Muon => "muon",
-            Self::AdEmaMix => "ademamix",
-        })
+    /// Returns the setting that decides the weights. Checkpoints from before this setting lack it.
+    pub(crate) fn setting(self) -> Option<(&'static str, String)> {
+        let name = self.to_possible_value().filter(|_| self != Self::Adamw)?.get_name().to_owned();
+        Some(("optimizer", name))
     }
 }
 
@@ -56,7 +34,6 @@ impl fmt::Display for Optimizer {
 pub(crate) enum Rule {
     AdamW(AdamW),
     Muon(Muon),
-    AdEmaMix(AdEmaMix),
 }
 
 /// Calls a function of the selected rule.
@@ -65,7 +42,6 @@ macro_rules! of {
         match $rule {
             Rule::AdamW(rule) => rule.$function($($argument),*),
             Rule::Muon(rule) => rule.$function($($argument),*),
-            Rule::AdEmaMix(rule) => rule.$function($($argument),*),
         }
     };
 }

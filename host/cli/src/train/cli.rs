@@ -68,8 +68,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 350, value_parser = up_to(u32::MAX))]
     pub(crate) updates: usize,
 
-    /// Optimizer; muon orthogonalizes the updates of the blocks' matrices; muon and ademamix need
-    /// full memory [default: muon for tiny in f32 with full memory, else adamw]
+    /// Optimizer; muon orthogonalizes the updates of the blocks' matrices, and needs full memory
+    /// [default: muon for tiny in f32 with full memory, else adamw]
     #[arg(long, value_enum)]
     pub(crate) optimizer: Option<Optimizer>,
 
@@ -91,14 +91,6 @@ pub(crate) struct Args {
     /// resumed from there with more updates [default: all after the warm-up]
     #[arg(long, value_name = "UPDATES")]
     pub(crate) decay_updates: Option<u64>,
-
-    /// Fall of the weight decay over all updates, to zero after the last one
-    #[arg(long, value_enum, default_value_t = Decay::Constant)]
-    pub(crate) weight_decay_schedule: Decay,
-
-    /// Decay a weight only in updates that move it towards zero
-    #[arg(long)]
-    pub(crate) cautious_weight_decay: bool,
 
     /// Share of the peak learning rate that is left at the end
     #[arg(long, value_name = "SHARE", default_value_t = 0.1, value_parser = up_to_one)]
@@ -181,7 +173,7 @@ pub(crate) enum Arch {
     Qwen3,
 }
 
-/// The fall of the learning rate, or of the weight decay.
+/// The fall of the learning rate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Decay {
     /// Half a cosine.

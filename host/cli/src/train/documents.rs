@@ -155,19 +155,17 @@ struct Row<'a> {
 /// Returns true for rows with a text, one JSON object a line.
 ///
 /// # Errors
-/// Returns an error for chats, whose template and roles would be lost, and for preferences.
+/// Returns an error for chats, whose template and roles would be lost.
 fn has_rows(path: &Path, text: &[u8]) -> Outcome<bool> {
     let mut lines = text.split(|&byte| byte == b'\n');
     let first = lines.find(|line| !line.trim_ascii().is_empty()).unwrap_or_default();
     let Ok(Value::Object(row)) = serde_json::from_slice(first) else { return Ok(false) };
-    let chats = ["messages", "conversations", "completion"].map(|key| (key, ""));
-    let preferences = ["chosen", "rejected"].map(|key| (key, " --preferences dpo"));
-    match preferences.into_iter().chain(chats).find(|(key, _)| row.contains_key(*key)) {
+    match ["messages", "conversations", "completion"].into_iter().find(|key| row.contains_key(*key)) {
         None => Ok(row.get(TEXT).is_some_and(Value::is_string)),
-        Some((key, more)) => {
+        Some(key) => {
             let reason = format!(
                 "has rows with `{key}`, which are not read as raw text: train on them with `stepscope finetune \
-                 --weights DIR --data {}{more}`",
+                 --weights DIR --data {}`",
                 path.display()
             );
             Err(bad(path.display(), reason))

@@ -20,7 +20,7 @@ use stepscope::{DeviceBatch, ParameterSpec, Result, Tape, Var};
 
 use crate::train::bad_input::{Outcome, bad};
 use crate::train::cli::{Arch, Size};
-use crate::train::model::preferences::PreferenceLoss;
+use crate::train::model::preferences::Dpo;
 
 /// Returns the configuration of a new model, as a `config.json` of transformers states it.
 pub(crate) fn config(size: Size, arch: Arch, vocabulary: usize, context: usize) -> ModelConfig {
@@ -117,7 +117,7 @@ pub(crate) struct Mode {
     pub(crate) counted: bool,
     /// The preference loss, which replaces the mean over tokens. The last inputs are then those of
     /// [`preferences`].
-    pub(crate) preferences: Option<PreferenceLoss>,
+    pub(crate) preferences: Option<Dpo>,
 }
 
 /// A language model, as handles of parameters. Activations are stored as `S`.
@@ -206,7 +206,7 @@ impl<S: Activation> stepscope::Model<S> for Gpt<S> {
         batch: &DeviceBatch<'s>,
     ) -> Result<(Var<'s>, Vec<Saved<'s>>)> {
         match self.mode.preferences {
-            Some(loss) => loss.loss(tape, &self.token_losses(tape, hidden, batch)?, batch),
+            Some(dpo) => dpo.loss(tape, &self.log_probabilities(tape, hidden, batch)?, batch),
             None => Ok((self.loss(tape, hidden, batch)?, Vec::new())),
         }
     }
@@ -218,7 +218,7 @@ impl<S: Activation> stepscope::Model<S> for Gpt<S> {
         batch: &DeviceBatch<'s>,
     ) -> Result<(Var<'s>, Vec<Saved<'s>>)> {
         let Mode { documents, counted, preferences, .. } = self.mode;
-        let last = preferences.map_or(3 + usize::from(documents), PreferenceLoss::inputs);
+        let last = if preferences.is_some() { 5 } else { 3 + usize::from(documents) };
         let real = (counted && self.config().router_loss.is_some()).then(|| batch.input(last)).transpose()?;
         let documents = if documents { Some(batch.input(2)?) } else { None };
         let (hidden, of_routers) = self.layers.forward_balanced(tape, batch.indices(0)?, documents, real)?;

@@ -18,7 +18,7 @@ use crate::run::rule::{Optimizer, Rule};
 use crate::run::updates::{Trained, Updates};
 use crate::run::{self, settings};
 use crate::train::bad_input::{Outcome, bad};
-use crate::train::cli::{Args, Decay};
+use crate::train::cli::Args;
 use crate::train::documents::{self, Contents, DataFile};
 use crate::train::model::{self, Gpt, Mode, TrainingMemory};
 use crate::train::registry;
@@ -60,8 +60,8 @@ impl<'r> Plan<'r> {
     pub(crate) fn load(args: &'r Args, shards: usize) -> Outcome<Self> {
         let accumulate = args.run.accumulate(shards)?;
         check_batch(args.batch, args.context())?;
-        if args.optimizer() != Optimizer::Adamw && args.run.memory != TrainingMemory::Full {
-            return Err(bad("--optimizer", format!("{} needs --memory full", args.optimizer())));
+        if args.optimizer() == Optimizer::Muon && args.run.memory != TrainingMemory::Full {
+            return Err(bad("--optimizer", "muon needs --memory full"));
         }
         let given = args.weights.as_ref().map(|folder| weights::open(folder, args.context)).transpose()?;
         if let Some((folder, (files, config))) = args.weights.as_ref().zip(given.as_ref()) {
@@ -139,17 +139,14 @@ impl<'r> Plan<'r> {
 
     /// Returns the rule of the updates.
     fn rule(&self) -> Rule {
-        let adamw = AdamW {
+        self.args.optimizer().rule(AdamW {
             learning_rate: self.learning_rate(),
             beta2: 0.95,
             weight_decay: 0.1,
-            decay_schedule: self.decay_schedule(),
-            cautious_decay: self.args.cautious_weight_decay,
             clip: Some(1.0),
             schedule: self.schedule(),
             ..AdamW::default()
-        };
-        self.args.optimizer().rule(adamw, self.args.updates as u64)
+        })
     }
 
     fn mode(&self) -> Mode {
@@ -166,7 +163,6 @@ impl<'r> Plan<'r> {
         match self.args.optimizer() {
             Optimizer::Adamw => Ok(needs),
             Optimizer::Muon => needs.with_update::<S>(device, &model()?.1, self.rule()),
-            Optimizer::AdEmaMix => Ok(needs.with_moment(&model()?.1)),
         }
     }
 
@@ -222,12 +218,6 @@ impl<'r> Plan<'r> {
         Schedule { warmup, stable, total, decay: self.args.decay.shape(), floor: self.args.floor }
     }
 
-    /// Returns the schedule of the weight decay, which is whole in the first update.
-    fn decay_schedule(&self) -> Schedule {
-        let (stable, total) = (1, self.args.updates as u64 + 1);
-        Schedule { stable, decay: self.args.weight_decay_schedule.shape(), ..Schedule::linear(0, total, 0.0) }
-    }
-
     /// Returns the peak learning rate: the wider the model, the lower.
     fn learning_rate(&self) -> f32 {
         let by_muon = if self.args.optimizer() == Optimizer::Muon { 2.0 } else { 1.0 };
@@ -264,15 +254,7 @@ impl<'r> Plan<'r> {
             all.push(("mixture", format!("{:?}", self.shares)));
         }
         all.extend(self.args.run.memory.setting());
-        all.extend(self.args.optimizer().setting(self.args.updates as u64));
-        // Checkpoints from before these settings lack them.
-        if self.args.weight_decay_schedule != Decay::Constant {
-            let schedule = format!("{:?} over {} updates", self.args.weight_decay_schedule, self.args.updates);
-            all.push(("weight-decay-schedule", schedule));
-        }
-        if self.args.cautious_weight_decay {
-            all.push(("cautious-weight-decay", true.to_string()));
-        }
+        all.extend(self.args.optimizer().setting());
         all
     }
 

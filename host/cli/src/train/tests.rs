@@ -49,18 +49,6 @@ fn arguments(data: &Path, out: &Path, more: &str) -> Args {
     Args::parse_from(own.split(' ').chain(more.split_whitespace()))
 }
 
-/// Returns the option of a new model of one block, whose configuration is written into a folder.
-fn one_block(folder: &Path) -> String {
-    let config = folder.join("config.json");
-    let json = model::config(Size::Tiny, Arch::Llama, 256, 16).to_json("float32");
-    let mut json: serde_json::Value = serde_json::from_str(&json).unwrap();
-    for (name, value) in [("hidden_size", 32), ("head_dim", 8), ("intermediate_size", 64), ("num_hidden_layers", 1)] {
-        json[name] = value.into();
-    }
-    fs::write(&config, json.to_string()).unwrap();
-    format!("--config {}", config.display())
-}
-
 /// The digest of the weights after a captured run of [`arguments`] on 400 words of [`folder`].
 const GOLDEN: &str = "9e590e3687fc98b6b99d0488d3b91666e9dca93214474bfa96f30272b55a8cea";
 
@@ -121,8 +109,14 @@ on_each_device! {
     /// Muon's runs have the same bits captured, eager and resumed, and are not resumed with AdamW.
     fn muon_modes_give_same_bits(device: &Device) {
         let (folder, data) = folder(400);
-        let config = one_block(folder.path());
-        let of = |more: &str| arguments(&data, folder.path(), &format!("{config} {more}"));
+        let config = folder.path().join("config.json");
+        let json = model::config(Size::Tiny, Arch::Llama, 256, 16).to_json("float32");
+        let mut json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        for (name, value) in [("hidden_size", 32), ("head_dim", 8), ("intermediate_size", 64), ("num_hidden_layers", 1)] {
+            json[name] = value.into();
+        }
+        fs::write(&config, json.to_string()).unwrap();
+        let of = |more: &str| arguments(&data, folder.path(), &format!("--config {} {more}", config.display()));
         let run = |more: &str, stopped: bool| trained(device, &of(more), stopped);
         let captured = run("--optimizer muon", false).unwrap();
         assert_eq!(run("--optimizer muon --eager", false).unwrap(), captured);
@@ -138,26 +132,6 @@ on_each_device! {
         assert_eq!(run(&format!("--optimizer muon {resume}"), false).unwrap(), captured);
         let error = Plan::load(&of("--optimizer muon --memory small"), 1).err().unwrap().to_string();
         assert!(error.contains("--optimizer: muon needs --memory full"), "{error}");
-    }
-
-    /// Runs with a cautious and scheduled decay have the same bits captured, eager and resumed, by
-    /// each optimizer.
-    fn decays_give_same_bits(device: &Device) {
-        let (folder, data) = folder(400);
-        let config = one_block(folder.path());
-        let of = |more: &str| arguments(&data, folder.path(), &format!("{config} {more}"));
-        let run = |more: &str, stopped: bool| trained(device, &of(more), stopped);
-        let resume = format!("--resume {}", folder.path().join("model.safetensors").display());
-        for optimizer in ["muon", "adamw", "ademamix"] {
-            let more = format!("--optimizer {optimizer} --weight-decay-schedule linear --cautious-weight-decay");
-            let captured = run(&more, false).unwrap();
-            assert_eq!(run(&format!("{more} --eager"), false).unwrap(), captured, "{optimizer}");
-            assert_eq!(run(&more, true), None);
-            assert_eq!(run(&format!("{more} {resume}"), false).unwrap(), captured, "{optimizer}");
-            assert_ne!(run(&format!("--optimizer {optimizer}"), false).unwrap(), captured, "{optimizer}");
-        }
-        let error = Plan::load(&of("--optimizer ademamix --memory small"), 1).err().unwrap().to_string();
-        assert!(error.contains("--optimizer: ademamix needs --memory full"), "{error}");
     }
 
     /// A short f32 training ends with the same weights on every device, in every run and in every

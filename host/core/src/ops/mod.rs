@@ -12,7 +12,6 @@
 
 mod activation;
 mod adamw;
-mod ademamix;
 mod along;
 mod attention;
 mod broadcast;
@@ -57,7 +56,6 @@ pub use crate::generator::{Draw, Draws, Generator};
 pub use crate::precision::Precision;
 pub use activation::{gelu, gelu_exact, relu, relu_squared, sigmoid, silu, softplus, tanh};
 pub use adamw::{adamw, adamw_small};
-pub use ademamix::ademamix;
 pub use along::one_hot;
 pub use attention::{Attention, AttentionConfig, AttentionElement, AttentionMask, attention, attention_cached};
 pub use broadcast::Operand;

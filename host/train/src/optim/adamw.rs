@@ -24,12 +24,6 @@ pub struct AdamW {
     pub epsilon: f32,
     /// The decoupled weight decay, for groups that do not set their own.
     pub weight_decay: f32,
-    /// The schedule of the weight decay. The decay of an update is also multiplied by its rate.
-    pub decay_schedule: Schedule,
-    /// True if a weight decays only in updates that move it towards 0 or leave it: those whose
-    /// direction times the weight is at least 0 (Chen et al., 2025,
-    /// [arXiv 2510.12402](https://arxiv.org/abs/2510.12402)).
-    pub cautious_decay: bool,
     /// The largest L2 norm of all gradients together. Gradients with a larger norm are scaled down
     /// to it.
     pub clip: Option<f32>,
@@ -45,8 +39,6 @@ impl Default for AdamW {
             beta2: 0.999,
             epsilon: 1e-8,
             weight_decay: 0.01,
-            decay_schedule: Schedule::default(),
-            cautious_decay: false,
             clip: None,
             schedule: Schedule::default(),
         }
@@ -59,7 +51,7 @@ impl UpdateRule for AdamW {
     }
 
     fn check(&self) -> Result<()> {
-        let Self { learning_rate, beta1, beta2, epsilon, weight_decay, decay_schedule, clip, schedule, .. } = *self;
+        let Self { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = *self;
         at_least_zero("adamw", "learning_rate", learning_rate)?;
         for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
             expect("adamw", name, beta, (0.0..1.0).contains(&beta), "in [0, 1)")?;
@@ -68,7 +60,6 @@ impl UpdateRule for AdamW {
         expect("adamw", "epsilon", epsilon, epsilon > 0.0 && epsilon.is_finite(), "finite and above 0")?;
         at_least_zero("adamw", "weight_decay", weight_decay)?;
         expect_clip("adamw", clip)?;
-        decay_schedule.check("adamw")?;
         schedule.check("adamw")
     }
 
@@ -86,16 +77,13 @@ impl UpdateRule for AdamW {
 
     fn configuration(&self) -> Option<Vec<(&'static str, String)>> {
         // Destructures every field, so that a new field does not compile until it is listed here.
-        let Self { learning_rate, beta1, beta2, epsilon, weight_decay, decay_schedule, cautious_decay, clip, schedule } =
-            self;
+        let Self { learning_rate, beta1, beta2, epsilon, weight_decay, clip, schedule } = self;
         Some(vec![
             ("learning_rate", format!("{learning_rate:?}")),
             ("beta1", format!("{beta1:?}")),
             ("beta2", format!("{beta2:?}")),
             ("epsilon", format!("{epsilon:?}")),
             ("weight_decay", format!("{weight_decay:?}")),
-            ("decay_schedule", format!("{decay_schedule:?}")),
-            ("cautious_decay", format!("{cautious_decay:?}")),
             ("clip", format!("{clip:?}")),
             ("schedule", format!("{schedule:?}")),
         ])
@@ -108,7 +96,7 @@ impl UpdateRule for AdamW {
         hyper[slot::BETA1] = self.beta1;
         hyper[slot::BETA2] = self.beta2;
         hyper[slot::EPSILON] = self.epsilon;
-        hyper[slot::WEIGHT_DECAY] = self.decay(number, group);
+        hyper[slot::WEIGHT_DECAY] = group.weight_decay.unwrap_or(self.weight_decay);
         hyper[slot::BIAS_CORRECTION1] = correction(self.beta1);
         hyper[slot::BIAS_CORRECTION2] = correction(self.beta2);
         hyper[slot::MAX_NORM] = self.clip.unwrap_or(0.0);
@@ -139,16 +127,6 @@ impl UpdateRule for AdamW {
     }
 }
 
-impl AdamW {
-    /// Returns the weight decay of an update and a group, as the kernels read it: a cautious decay
-    /// has the other sign.
-    pub(super) fn decay(&self, number: u64, group: &ParameterGroup) -> f32 {
-        let decay = f64::from(group.weight_decay.unwrap_or(self.weight_decay));
-        let decay = float_mode::in_default(|| (decay * self.decay_schedule.factor(number)) as f32);
-        if self.cautious_decay { -decay } else { decay }
-    }
-}
-
 /// Computes `base^exponent` by squaring. It only multiplies, so it has the same bits on every
 /// machine.
 fn power(base: f64, exponent: u64) -> f64 {
@@ -166,22 +144,6 @@ fn power(base: f64, exponent: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// A linear schedule has a whole decay in the first update, and none after the last. It applies
-    /// to a group's own decay too.
-    #[test]
-    fn decay_follows_its_schedule() {
-        let decay_schedule = Schedule { stable: 1, ..Schedule::linear(0, 5, 0.0) };
-        let rule = AdamW { weight_decay: 0.5, decay_schedule, ..AdamW::default() };
-        let cautious = AdamW { cautious_decay: true, ..rule };
-        let group = ParameterGroup { weight_decay: Some(1.0), ..ParameterGroup::default() };
-        for (number, factor) in (1..).zip([1.0, 0.75, 0.5, 0.25, 0.0, 0.0]) {
-            for (rule, sign) in [(rule, 1.0), (cautious, -1.0)] {
-                let decay = |group: &ParameterGroup| rule.settings(number, group)[slot::WEIGHT_DECAY];
-                assert_eq!([decay(&ParameterGroup::default()), decay(&group)], [0.5 * factor * sign, factor * sign]);
-            }
-        }
-    }
 
     #[test]
     fn powers_match_repeated_multiplication() {

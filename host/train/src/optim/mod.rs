@@ -1,13 +1,12 @@
 //! Optimizers. A rule defines how weights are updated ([`UpdateRule`]), and [`Optimizer`] applies
 //! any rule.
 //!
-//! AdamW, AdEMAMix and SGD take one launch over the flat region, after the gradients' norm. Muon takes about
+//! AdamW and SGD take one launch over the flat region, after the gradients' norm. Muon takes about
 //! 30 for each matrix. All support clipping, a schedule and parameter groups.
 
 #![forbid(unsafe_code)]
 
 mod adamw;
-mod ademamix;
 mod muon;
 mod optimizer;
 mod parameter_groups;
@@ -20,7 +19,6 @@ mod ticket;
 mod update;
 
 pub use adamw::AdamW;
-pub use ademamix::AdEmaMix;
 pub use muon::Muon;
 pub use optimizer::Optimizer;
 pub use parameter_groups::{ParameterGroup, ParameterGroups};

@@ -29,7 +29,7 @@ const RMS: f32 = 0.2;
 /// M = momentum M + G
 /// D = G + momentum M                           D = M without Nesterov's momentum
 /// O = 0.2 sqrt(max(rows, columns)) U V^T       about, where D = U S V^T
-/// W = W (1 - rate weight_decay) - rate O       a cautious decay: where the element of O W >= 0
+/// W = W (1 - rate weight_decay) - rate O
 /// ```
 /// [`ops::orthogonalize_assign`] computes O, by products of BF16 tensors if the weights have a BF16
 /// copy, otherwise of f32, and states the order of its sums. A parameter that
@@ -37,7 +37,7 @@ const RMS: f32 = 0.2;
 /// [`ParameterSpecBuilder::matrices`](stepscope_core::ParameterSpecBuilder::matrices). AdamW updates
 /// tables, parameters of another number of extents, and the matrices in `except`.
 ///
-/// The rate, the weight decay, the clipping and the schedules of `adamw` apply to all parameters, so
+/// The rate, the weight decay, the clipping and the schedule of `adamw` apply to all parameters, so
 /// the settings of a run with AdamW can be used. [`ParameterGroups`](crate::ParameterGroups) apply
 /// too. The bits are the same in every run, and on different devices those of the products are as
 /// [`matmul`](ops::matmul) promises.
@@ -97,10 +97,10 @@ impl Muon {
         Sgd { learning_rate: -1.0, momentum, nesterov, weight_decay, clip, schedule }
     }
 
-    /// Returns the rule that updates W by O as its gradient, without the weight decay.
+    /// Returns the rule that updates W by O as its gradient.
     fn step(&self) -> Sgd {
-        let AdamW { learning_rate, schedule, .. } = self.adamw;
-        Sgd { learning_rate, schedule, ..Sgd::default() }
+        let AdamW { learning_rate, weight_decay, schedule, .. } = self.adamw;
+        Sgd { learning_rate, weight_decay, schedule, ..Sgd::default() }
     }
 }
 
@@ -151,7 +151,6 @@ impl UpdateRule for Muon {
         slot[Slot::ADAMW].copy_from_slice(&self.adamw.settings(number, group));
         slot[Slot::DIRECTION].copy_from_slice(&direction);
         slot[Slot::STEP].copy_from_slice(&self.step().settings(number, group));
-        slot[Slot::STEP.start + sgd::slot::WEIGHT_DECAY] = self.adamw.decay(number, group);
         slot
     }
 

@@ -14,15 +14,9 @@ fn pairs() -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// Returns the arguments of runs whose steps have all pairs, for KTO, or whose updates have.
-fn losses() -> [(&'static str, &'static str); 3] {
-    let parts = "--batch 4 --accumulate 4";
-    [("dpo", parts), ("orpo", parts), ("kto", "--batch 32 --desirable-weight 1.5 --undesirable-weight 0.5")]
-}
-
-/// Returns what `tests/models/make_preferences.py` has written.
+/// Returns what `tests/models/make_dpo.py` has written.
 fn of_trl() -> Value {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/models/preferences.json");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/models/dpo.json");
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
@@ -34,69 +28,35 @@ fn log(folder: &Path) -> Vec<Value> {
 
 on_each_device! {
     /// Twelve updates have TRL's losses, gradient norms and rewards, which it computed with a model
-    /// in float64. The first losses of DPO and KTO are those of rewards that are exactly 0.
+    /// in float64. The first loss is log 2 in f32, and the first rewards are exactly 0.
     fn updates_are_those_of_trl(device: &Device) {
         let (folder, data) = pairs();
         let expected = of_trl();
         let [beta, rate] = ["beta", "rate"].map(|name| expected[name].as_f64().unwrap());
-        let constant = "--decay constant --warmup 0 --weight-decay 0 --epochs 12 --overwrite";
-        for (loss, parts) in losses() {
-            let more = format!("--preferences {loss} --beta {beta} --learning-rate {rate} {constant} {parts}");
-            trained(device, &arguments(&data, &more), false).unwrap();
-            let list = |name: &str| expected[loss][name].as_array().unwrap();
-            let (lines, rows) = (log(folder.path()), list("float64"));
-            assert_eq!(lines.len(), rows.len());
-            for (line, row) in lines.iter().zip(rows) {
-                for (name, want) in list("names").iter().zip(row.as_array().unwrap()) {
-                    let (got, want) = (line[name.as_str().unwrap()].as_f64().unwrap(), want.as_f64().unwrap());
-                    assert!((got - want).abs() <= 1e-5 * want.abs().max(1.0), "{loss}, {name}: {got} and {want} in {line}");
-                }
+        let constant = "--decay constant --warmup 0 --weight-decay 0 --batch 4 --accumulate 4 --epochs 12";
+        let more = format!("--preferences dpo --beta {beta} --learning-rate {rate} {constant}");
+        trained(device, &arguments(&data, &more), false).unwrap();
+        let (lines, rows) = (log(folder.path()), expected["float64"].as_array().unwrap());
+        assert_eq!(lines.len(), rows.len());
+        let names = ["loss", "gradient_norm", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"];
+        for (line, row) in lines.iter().zip(rows) {
+            for (name, want) in names.iter().zip(row.as_array().unwrap()) {
+                let (got, want) = (line[name].as_f64().unwrap(), want.as_f64().unwrap());
+                assert!((got - want).abs() <= 1e-5 * want.abs().max(1.0), "{name}: {got} and {want} in {line}");
             }
-            let of_first = match loss {
-                "dpo" => std::f64::consts::LN_2,
-                "kto" => 0.5,
-                _ => continue,
-            };
-            let first = &lines[0];
-            assert!((first["loss"].as_f64().unwrap() - of_first).abs() < 1e-7, "{first}");
-            assert!(list("names")[2..].iter().all(|name| first[name.as_str().unwrap()] == 0.0), "{first}");
         }
-    }
-
-    /// Rows with a label give the losses of the pairs that they were made of.
-    fn labels_are_those_of_pairs(device: &Device) {
-        let (folder, data) = pairs();
-        let text = fs::read_to_string(&data).unwrap();
-        let labeled = folder.path().join("labeled.jsonl");
-        let rows = text.lines().flat_map(|line| {
-            let row: Value = serde_json::from_str(line).unwrap();
-            [("chosen", true), ("rejected", false)].map(|(answer, label)| {
-                serde_json::json!({"prompt": row["prompt"], "completion": row[answer], "label": label}).to_string() + "\n"
-            })
-        });
-        fs::write(&labeled, rows.collect::<String>()).unwrap();
-        let more = "--preferences kto --batch 32 --epochs 4 --overwrite";
-        let [two, one] = [&data, &labeled].map(|data| trained(device, &arguments(data, more), false).unwrap().1);
-        let differs = two.iter().zip(&one).map(|(two, one)| (f64::from_bits(*two) - f64::from_bits(*one)).abs());
-        let worst = differs.fold(0.0, f64::max);
-        assert!(two.len() == one.len() && worst < 1e-5, "{worst}");
+        let first = &lines[0];
+        assert!((first["loss"].as_f64().unwrap() - f64::from(std::f32::consts::LN_2)).abs() < 1e-7, "{first}");
+        assert!(names[2..].iter().all(|name| first[name] == 0.0), "{first}");
     }
 
     /// References and losses have the same bits however the run is made, also if it is stopped
     /// after each update.
     fn preference_modes_give_same_bits(device: &Device) {
-        let base = "--batch 2 --accumulate 2 --eval-share 0.2 --epochs 3";
+        let base = "--preferences dpo --batch 2 --accumulate 2 --eval-share 0.2 --epochs 3";
         let lora = "--lora 4 --lora-targets q_proj,v_proj,down_proj --lora-dropout 0.2";
-        let narrow = format!("{lora} --precision bf16");
-        for (loss, more) in [
-            ("dpo", ""),
-            ("dpo", lora),
-            ("dpo", &narrow),
-            ("dpo", "--lora 4 --quantize nf4"),
-            ("orpo", &narrow),
-            ("kto", &narrow),
-        ] {
-            modes_give_same_bits(device, pairs, &format!("--preferences {loss} {base} {more}"));
+        for more in ["", lora, &format!("{lora} --precision bf16"), "--lora 4 --quantize nf4"] {
+            modes_give_same_bits(device, pairs, &format!("{base} {more}"));
         }
     }
 
@@ -128,26 +88,21 @@ on_each_device! {
     fn evaluations_have_rewards(device: &Device) {
         let (_folder, data) = pairs();
         let eval = format!("--eval {}", data.display());
-        for (loss, parts) in losses() {
-            let more = format!("--preferences {loss} --epochs 3 --learning-rate 1e-3 --overwrite {parts} {eval}");
-            let args = arguments(&data, &more);
-            let plan = Plan::load(&args, 1).unwrap();
-            let mut state = plan.state::<f32>(device).unwrap();
-            let mut arena = memory::arena(device, None, plan.memory::<f32>(device).unwrap()).unwrap();
-            let references = plan.start(&mut arena, &mut state, true).unwrap();
-            assert!(references.training.iter().all(|&value| value <= 0.0));
-            assert_eq!(references.training.iter().any(|&value| value < -1.0), loss != "orpo");
-            let mut trainer = plan.trainer(&mut arena, state).unwrap();
-            let position = plan.train(&mut trainer, references, true).unwrap().unwrap().position;
-            assert_eq!((position.losses.len(), position.rewards.len(), position.evaluations.len()), (3, 3, 3));
-            // The evaluation after an update is of the weights with which the next begins.
-            for (evaluation, (loss, rewards)) in position.evaluations.iter().zip(position.losses.iter().zip(&position.rewards).skip(1)) {
-                let Rewards { accuracy, margin, kl, .. } = evaluation.rewards.unwrap();
-                assert!((evaluation.loss - loss).abs() < 1e-6 && (margin - rewards.margin).abs() < 1e-5, "{evaluation:?} {rewards:?}");
-                assert!((accuracy - rewards.accuracy).abs() < 1e-6 && evaluation.perplexity.is_none(), "{evaluation:?}");
-                assert!((kl.unwrap_or(0.0) - rewards.kl.unwrap_or(0.0)).abs() < 1e-5, "{evaluation:?} {rewards:?}");
-            }
-            assert!(position.evaluations.is_sorted_by(|one, next| one.loss > next.loss), "{position:?}");
+        let args = arguments(&data, &format!("--preferences dpo --batch 4 --accumulate 4 --epochs 3 --learning-rate 1e-3 {eval}"));
+        let plan = Plan::load(&args, 1).unwrap();
+        let mut state = plan.state::<f32>(device).unwrap();
+        let mut arena = memory::arena(device, None, plan.memory::<f32>(device).unwrap()).unwrap();
+        let references = plan.start(&mut arena, &mut state, true).unwrap();
+        assert!(references.training.iter().all(|&value| value <= 0.0) && references.training.iter().any(|&value| value < -1.0));
+        let mut trainer = plan.trainer(&mut arena, state).unwrap();
+        let position = plan.train(&mut trainer, references, true).unwrap().unwrap().position;
+        assert_eq!((position.losses.len(), position.rewards.len(), position.evaluations.len()), (3, 3, 3));
+        // The evaluation after an update is of the weights with which the next begins.
+        for (evaluation, (loss, rewards)) in position.evaluations.iter().zip(position.losses.iter().zip(&position.rewards).skip(1)) {
+            let Rewards { accuracy, margin, .. } = evaluation.rewards.unwrap();
+            assert!((evaluation.loss - loss).abs() < 1e-6 && (margin - rewards.margin).abs() < 1e-5, "{evaluation:?} {rewards:?}");
+            assert!((accuracy - rewards.accuracy).abs() < 1e-6 && evaluation.perplexity.is_none(), "{evaluation:?}");
         }
+        assert!(position.evaluations.is_sorted_by(|one, next| one.loss > next.loss), "{position:?}");
     }
 }

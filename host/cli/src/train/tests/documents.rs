@@ -69,7 +69,6 @@ fn unreadable_rows_are_refused() {
         (written(folder, "a.jsonl", "{\"text\": \"x\"}\n{\"txt\": \"y\"}\n"), "a.jsonl: line 2: expected an object"),
         (written(folder, "b.jsonl", "{\"text\": \"x\"}\n\n{\"text\": \"y\"\n"), "b.jsonl: line 3: expected an object"),
         (written(folder, "c.jsonl", "{\"messages\": []}\n"), "stepscope finetune"),
-        (written(folder, "f.jsonl", "{\"chosen\": \"a\", \"rejected\": \"b\"}\n"), "f.jsonl --preferences dpo`"),
         (written(folder, "d.parquet", &PARQUET[..PARQUET.len() - 9]), "d.parquet: "),
         (written(folder, "e.parquet", no_text), "has the columns id, body, tags.list.element, score; expected one of"),
         (folder.join("empty"), "empty: has no files"),
