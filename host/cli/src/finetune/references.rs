@@ -55,11 +55,11 @@ impl Plan<'_> {
         let earlier = self.args.resume.as_ref().map(|checkpoint| checkpoint.with_file_name(REFERENCES));
         let all = [&self.data.training[..], &self.data.held_out];
         let digests = all.map(|contexts| self.digest_of_references(contexts));
+        let mut known = earlier.and_then(|path| read(&path, &digests)).unwrap_or_default();
         let mut values = [const { Vec::new() }; 2];
         for (number, (values, contexts)) in values.iter_mut().zip(all).enumerate() {
             let count = self.data.references(contexts, self.args.batch);
-            let known = earlier.as_ref().and_then(|path| read(path, number, &digests[number]));
-            *values = match known.filter(|known| known.len() == count) {
+            *values = match known[number].take().filter(|known| known.len() == count) {
                 Some(known) => known,
                 None => self.computed(arena, state, contexts)?,
             };
@@ -97,16 +97,22 @@ impl Plan<'_> {
     }
 }
 
-/// Reads the references of this number and digest, or returns none if the file does not have them.
-fn read(path: &Path, number: usize, digest: &str) -> Option<Vec<f32>> {
+/// Reads the references of these digests, of which the file may have only some. Returns none if it
+/// has no such references.
+fn read(path: &Path, digests: &[String; 2]) -> Option<[Option<Vec<f32>>; 2]> {
     let notes = marks::notes(path)?;
-    if notes[marks::REFERENCES_NOTE].as_str()?.split(' ').nth(number)? != digest {
+    let noted: Vec<&str> = notes[marks::REFERENCES_NOTE].as_str()?.split(' ').collect();
+    let has = |number: usize| noted.get(number).is_some_and(|digest| *digest == digests[number]);
+    if !has(0) && !has(1) {
         return None;
     }
     let bytes = PlainFile::read_whole(path, MAX_BYTES).ok()?;
     let file = SafeTensors::deserialize(&bytes).ok()?;
-    let (numbers, _) = file.tensor(TENSORS[number]).ok()?.data().as_chunks();
-    Some(numbers.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect())
+    Some([0, 1].map(|number| {
+        let tensor = file.tensor(TENSORS[number]).ok().filter(|_| has(number))?;
+        let (numbers, _) = tensor.data().as_chunks();
+        Some(numbers.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect())
+    }))
 }
 
 fn write(path: &Path, values: &[Vec<f32>; 2], digests: &[String; 2]) -> Outcome<()> {
