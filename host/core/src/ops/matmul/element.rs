@@ -7,10 +7,9 @@
 use super::super::cast::Cast;
 use super::super::sum_rows_into;
 use super::gemm::{BiasGradient, Gradient, Product};
-use super::grouped::{self, Direction, Form};
+use super::grouped;
 use super::{bf16 as of_bf16, f32, mma};
 use crate::error::Result;
-use crate::ops::Groups;
 use crate::precision::Precision;
 use crate::step::Step;
 use crate::tensor::{Source, Stored, Target, Tensor};
@@ -28,16 +27,14 @@ pub trait Products<S: Stored>: Cast {
     #[track_caller]
     fn queue(step: &Step<'_>, product: Product<'_, Self, S>) -> Result<()>;
 
-    /// Queues a product of groups of rows. It is added to the old content of the output if the flag
-    /// next to it is true.
+    /// Queues a product of groups of rows, which begin at `offsets`.
     #[track_caller]
     fn queue_grouped(
         step: &Step<'_>,
-        form: Form,
-        direction: Direction,
+        arguments: grouped::Arguments,
         operands: [Slice<'_, Self>; 2],
-        groups: &Groups<'_>,
-        into: (PointerMut<'_, S>, bool),
+        offsets: Slice<'_, u32>,
+        out: PointerMut<'_, S>,
     ) -> Result<()>;
 
     /// Queues the gradients of a product. The right operand's gradient and, if requested, the
@@ -82,14 +79,12 @@ impl Products<f32> for f32 {
 
     fn queue_grouped(
         step: &Step<'_>,
-        form: Form,
-        direction: Direction,
+        arguments: grouped::Arguments,
         operands: [Slice<'_, f32>; 2],
-        groups: &Groups<'_>,
-        (out, accumulate): (PointerMut<'_, f32>, bool),
+        offsets: Slice<'_, u32>,
+        out: PointerMut<'_, f32>,
     ) -> Result<()> {
-        let arguments = grouped::Arguments::new(form, direction, accumulate)?;
-        grouped::queue_f32(step, arguments, operands, groups.offsets().slice(), out)
+        grouped::queue_f32(step, arguments, operands, offsets, out)
     }
 
     fn queue_gradients<'s>(
@@ -138,14 +133,12 @@ impl<S: Stored> Products<S> for bf16 {
 
     fn queue_grouped(
         step: &Step<'_>,
-        form: Form,
-        direction: Direction,
+        arguments: grouped::Arguments,
         operands: [Slice<'_, bf16>; 2],
-        groups: &Groups<'_>,
-        (out, accumulate): (PointerMut<'_, S>, bool),
+        offsets: Slice<'_, u32>,
+        out: PointerMut<'_, S>,
     ) -> Result<()> {
-        let arguments = grouped::Arguments::new(form, direction, accumulate)?;
-        grouped::queue_bf16(step, arguments, operands, groups.offsets().slice(), out)
+        grouped::queue_bf16(step, arguments, operands, offsets, out)
     }
 
     fn queue_gradients<'s>(

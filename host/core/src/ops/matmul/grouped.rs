@@ -5,12 +5,13 @@
 //!
 //! Invariant: an output has the bits of the same product of its group, if that does not split k.
 
+use super::element::Products;
 use super::tile::fastest;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::ops::Groups;
 use crate::step::Step;
-use crate::tensor::{Shape, Stored};
+use crate::tensor::{Shape, Source, Stored};
 use cuda_std::launch::{PointerMut, Slice};
 use half::bf16;
 use kernels::matmul::{EpilogueForm, ON_CPU, ProductExtents, TRANSPOSE_A, TRANSPOSE_B};
@@ -21,7 +22,7 @@ const OP: &str = "grouped_linear";
 
 /// The extents of a layer, and the factor of its products.
 #[derive(Clone, Copy, Debug)]
-pub struct Form {
+pub(super) struct Form {
     pub(super) rows: usize,
     inputs: usize,
     pub(super) outputs: usize,
@@ -51,7 +52,7 @@ impl Form {
 
 /// The product of a layer, and its operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
+pub(super) enum Direction {
     /// `y = x w`, of x and w.
     Forward,
     /// `dx = dy w^T`, of dy and w.
@@ -62,7 +63,7 @@ pub enum Direction {
 
 /// The arguments of a launch that follow from the extents and the direction.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Arguments {
+pub struct Arguments {
     extents: ProductExtents,
     lda: u32,
     ldb: u32,
@@ -71,7 +72,7 @@ pub(super) struct Arguments {
 }
 
 impl Arguments {
-    pub(super) fn new(form: Form, direction: Direction, accumulate: bool) -> Result<Self> {
+    fn new(form: Form, direction: Direction, accumulate: bool) -> Result<Self> {
         let Form { rows, inputs, outputs, groups, scale } = form;
         let word = |extent: usize| {
             let refused = |_| Error::misuse(OP, "extents below 2^32", extent.to_string());
@@ -103,6 +104,21 @@ impl Arguments {
         let [m, k] = if self.epilogue.flags & TRANSPOSE_A == 0 { [share(m), k] } else { [m, share(k)] };
         [m, n, k].map(|extent| extent as usize)
     }
+}
+
+/// Queues a product of groups of rows. It is added to the old content of the output if the flag
+/// next to it is true.
+#[track_caller]
+pub(super) fn queue<F: Products<S>, S: Stored>(
+    step: &Step<'_>,
+    form: Form,
+    direction: Direction,
+    operands: [Slice<'_, F>; 2],
+    groups: &Groups<'_>,
+    (out, accumulate): (PointerMut<'_, S>, bool),
+) -> Result<()> {
+    let arguments = Arguments::new(form, direction, accumulate)?;
+    F::queue_grouped(step, arguments, operands, groups.offsets().slice(), out)
 }
 
 /// Queues a product of f32.

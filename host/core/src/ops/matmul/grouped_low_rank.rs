@@ -10,8 +10,7 @@
 //!
 //! Invariant: the order of every sum depends only on shapes and groups.
 
-use super::element::Products;
-use super::grouped::{Direction, Form};
+use super::grouped::{self, Direction, Form};
 use super::tape::grouped_backward;
 use crate::error::Result;
 use crate::ops::{self, Activation, Draw, Groups};
@@ -84,7 +83,7 @@ impl<'s> Tape<'_, 's> {
         let of_rank = Form::new(h.shape(), b.shape(), groups)?.scaled(low_rank.scale);
         ops::same_shape("grouped_low_rank", y.shape(), [of_rank.rows, of_rank.outputs].into())?;
         let (operands, into) = ([h.slice(), b.slice()], (y.out(), true));
-        <S as Products<S>>::queue_grouped(step, of_rank, Direction::Forward, operands, groups, into)?;
+        grouped::queue(step, of_rank, Direction::Forward, operands, groups, into)?;
         let &GroupedLowRank { a, b, .. } = low_rank;
         let addition = Addition { a, b, to_rank, of_rank, dropout, groups: *groups };
         let (x, h) = (*x, h.save());
@@ -108,18 +107,18 @@ impl<'s> Addition<'s> {
         let step = back.step();
         if let Some((mut db, accumulate)) = back.gradient_if_trained(b)? {
             let (operands, into) = ([h.slice(), dy.slice()], (db.out(), accumulate));
-            <S as Products<f32>>::queue_grouped(step, of_rank, Direction::ToWeights, operands, groups, into)?;
+            grouped::queue(step, of_rank, Direction::ToWeights, operands, groups, into)?;
         }
         let mut dh = step.empty::<S>(h.shape())?;
         let b = back.weights_as::<S>(b)?;
         let (operands, into) = ([dy.slice(), b.slice()], (dh.out(), false));
-        <S as Products<S>>::queue_grouped(step, of_rank, Direction::ToInputs, operands, groups, into)?;
+        grouped::queue(step, of_rank, Direction::ToInputs, operands, groups, into)?;
         step.free(dy);
         if let Some((mut da, accumulate)) = back.gradient_if_trained(a)? {
             let dropped = dropout.map(|(p, draw)| ops::dropout(step, x.value(), p, &draw)).transpose()?;
             let input = dropped.as_ref().map_or_else(|| x.value().slice(), |dropped| dropped.slice());
             let (operands, into) = ([input, dh.slice()], (da.out(), accumulate));
-            <S as Products<f32>>::queue_grouped(step, to_rank, Direction::ToWeights, operands, groups, into)?;
+            grouped::queue(step, to_rank, Direction::ToWeights, operands, groups, into)?;
             dropped.into_iter().for_each(|dropped| step.free(dropped));
         }
         if x.wants_gradient() {
@@ -130,7 +129,7 @@ impl<'s> Addition<'s> {
             };
             let a = back.weights_as::<S>(a)?;
             let (operands, into) = ([dh.slice(), a.slice()], (dx.out(), accumulate));
-            <S as Products<S>>::queue_grouped(step, to_rank, Direction::ToInputs, operands, groups, into)?;
+            grouped::queue(step, to_rank, Direction::ToInputs, operands, groups, into)?;
             if let Some((p, draw)) = dropout {
                 let of_dropped = dx;
                 dx = ops::dropout(step, &of_dropped, p, &draw)?;

@@ -3,7 +3,7 @@
 use super::super::same_shape;
 use super::element::{GemmElement, Products};
 use super::gemm::{BiasGradient, Gemm, Gradient, Product};
-use super::grouped::{Direction, Form};
+use super::grouped::{self, Direction, Form};
 use crate::error::{Error, Result};
 use crate::ops::{Activation, Groups};
 use crate::step::Step;
@@ -138,14 +138,7 @@ pub fn grouped_linear<'s, S: Activation>(
 ) -> Result<Tensor<'s, S>> {
     let form = Form::new(x.shape(), w.shape(), groups)?;
     let mut y = step.empty([form.rows, form.outputs])?;
-    <S as Products<S>>::queue_grouped(
-        step,
-        form,
-        Direction::Forward,
-        [x.slice(), w.slice()],
-        groups,
-        (y.out(), false),
-    )?;
+    grouped::queue(step, form, Direction::Forward, [x.slice(), w.slice()], groups, (y.out(), false))?;
     Ok(y)
 }
 

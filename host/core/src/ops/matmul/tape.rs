@@ -6,7 +6,7 @@
 //! x without a gradient.
 
 use super::element::Products;
-use super::grouped::{Direction, Form};
+use super::grouped::{self, Direction, Form};
 use crate::error::Result;
 use crate::ops::{self, Activation, BiasGradient, Gemm, Gradient, Groups};
 use crate::params::{MatrixWeights, Parameter};
@@ -198,7 +198,7 @@ pub(super) fn grouped_backward<'s, S: Activation>(
     let step = back.step();
     if let Some((mut dw, accumulate)) = back.gradient_if_trained(w)? {
         let (operands, into) = ([x.value().slice(), dy.slice()], (dw.out(), accumulate));
-        <S as Products<f32>>::queue_grouped(step, form, Direction::ToWeights, operands, groups, into)?;
+        grouped::queue(step, form, Direction::ToWeights, operands, groups, into)?;
     }
     if x.wants_gradient() {
         let (mut dx, accumulate) = match back.take(x)? {
@@ -207,7 +207,7 @@ pub(super) fn grouped_backward<'s, S: Activation>(
         };
         let weights = back.matrix::<S>(w)?;
         let (operands, into) = ([dy.slice(), weights.slice()], (dx.out(), accumulate));
-        <S as Products<S>>::queue_grouped(step, form, Direction::ToInputs, operands, groups, into)?;
+        grouped::queue(step, form, Direction::ToInputs, operands, groups, into)?;
         weights.free(step);
         back.add(x, dx)?;
     }
